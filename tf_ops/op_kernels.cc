@@ -226,6 +226,7 @@ class UnpackKernel : public CodecKernel {
   }
 };
 
+template <typename T>
 class ProbeKernel : public OpKernel {
  public:
   explicit ProbeKernel(OpKernelConstruction* context) : OpKernel(context) {
@@ -237,13 +238,14 @@ class ProbeKernel : public OpKernel {
     if (rank < 0) return;
     Tensor* probe;
     OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({kProbe}), &probe));
-    FillProbe(rank, fingerprint_, probe->flat<double>().data());
+    FillProbe(rank, fingerprint_, probe->flat<T>().data());
   }
 
  private:
   int64_t fingerprint_;
 };
 
+template <typename T>
 class AgreedScaleKernel : public OpKernel {
  public:
   explicit AgreedScaleKernel(OpKernelConstruction* context) : OpKernel(context) {
@@ -260,7 +262,7 @@ class AgreedScaleKernel : public OpKernel {
     const int64_t ranks = GetInteger(context, "ranks", 1, kMaxRanks);
     if (ranks < 0) return;
     double scale;
-    const Agreement agreement = ReadProbe(reduced.flat<double>().data(), ranks, fingerprint_, &scale);
+    const Agreement agreement = ReadProbe(reduced.flat<T>().data(), ranks, fingerprint_, &scale);
     OP_REQUIRES(context, agreement != Agreement::kNotASum,
                 errors::InvalidArgument(
                     "8-bit compression of ", what_, ": the reduction was not a sum or an average over the ", ranks,
@@ -281,8 +283,14 @@ class AgreedScaleKernel : public OpKernel {
   std::string what_;
 };
 
-REGISTER_KERNEL_BUILDER(Name("EightBitProbe").Device(tensorflow::DEVICE_CPU), ProbeKernel);
-REGISTER_KERNEL_BUILDER(Name("EightBitAgreedScale").Device(tensorflow::DEVICE_CPU), AgreedScaleKernel);
+#define EIGHTBIT_REGISTER_AGREEMENT(T)                                                                      \
+  REGISTER_KERNEL_BUILDER(Name("EightBitProbe").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"),      \
+                          ProbeKernel<T>);                                                                  \
+  REGISTER_KERNEL_BUILDER(Name("EightBitAgreedScale").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"), \
+                          AgreedScaleKernel<T>);
+
+EIGHTBIT_REGISTER_AGREEMENT(float)
+EIGHTBIT_REGISTER_AGREEMENT(double)
 
 #define EIGHTBIT_REGISTER(T)                                                                                      \
   REGISTER_KERNEL_BUILDER(                                                                                        \
