@@ -195,8 +195,14 @@ def test_zero_stays_zero(mode):
 
 @both_modes
 def test_what_is_not_compressed_is_exact(mode):
-    """Small, excluded and integer tensors go to Horovod untouched."""
+    """Small and integer tensors go to Horovod uncoded; also in bfloat16, which Horovod itself does not have."""
     r, n = hvd.rank(), hvd.size()
+    for dtype in ops.DTYPES:
+        small = mode(lambda x: hvd.allreduce(x, op=hvd.Sum, compression=eightbit.Compression.linear))(
+            tf.fill([100], tf.cast(r + 1.0, dtype))
+        )
+        assert small.dtype == dtype
+        np.testing.assert_array_equal(tf.cast(small, tf.float64), np.full(100, n * (n + 1) / 2))
     mean = mode(lambda x: hvd.allreduce(x, compression=eightbit.Compression.linear))
     np.testing.assert_allclose(mean(tf.fill([100], r + 0.1)), np.full(100, (n - 1) / 2 + 0.1), rtol=1e-6)
     total = mode(lambda x: hvd.allreduce(x, op=hvd.Sum, compression=eightbit.Compression.linear))
