@@ -1,0 +1,244 @@
+// TensorFlow kernels: check, allocate, call.
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "cpu_kernels.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/register_types.h"
+#include "wire.h"
+
+namespace hvd_eightbit {
+namespace {
+
+using tensorflow::OpInputList;
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::OpOutputList;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+using tensorflow::TensorShapeUtils;
+namespace errors = tensorflow::errors;
+
+cpu::ParallelFor ThreadPoolOf(OpKernelContext* context) {
+  auto* workers = context->device()->tensorflow_cpu_worker_threads()->workers;
+  return [workers](int64_t total, int64_t cost, const std::function<void(int64_t, int64_t)>& work) {
+    workers->ParallelFor(total, cost, work);
+  };
+}
+
+const uint8_t* Bytes(const Tensor& tensor) { return tensor.flat<tensorflow::uint8>().data(); }
+uint8_t* Bytes(Tensor* tensor) { return tensor->flat<tensorflow::uint8>().data(); }
+
+std::vector<int64_t> SizesOf(const OpInputList& tensors) {
+  std::vector<int64_t> sizes;
+  for (const Tensor& tensor : tensors) sizes.push_back(tensor.NumElements());
+  return sizes;
+}
+
+template <typename T>
+std::vector<const T*> DataOf(const OpInputList& tensors) {
+  std::vector<const T*> data;
+  for (const Tensor& tensor : tensors) data.push_back(tensor.flat<T>().data());
+  return data;
+}
+
+// What all kernels have: a block size, and a table that is built once for as long as the values stay the same.
+class CodecKernel : public OpKernel {
+ public:
+  explicit CodecKernel(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("block_size", &block_size_));
+  }
+
+ protected:
+  // The table for the input named "values"; null, with the context's status set, if that is not a table.
+  std::shared_ptr<const cpu::Table> GetTable(OpKernelContext* context) {
+    const Tensor* values;
+    tensorflow::Status status = context->input("values", &values);
+    if (status.ok() && (values->dims() != 1 || values->NumElements() != kCodes)) {
+      status = errors::InvalidArgument("values has shape ", values->shape().DebugString(), "; a data type has ", kCodes,
+                                       " values");
+    }
+    if (!status.ok()) {
+      context->CtxFailure(status);
+      return nullptr;
+    }
+    const float* data = values->flat<float>().data();
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (table_ == nullptr || !table_->Holds(data)) table_ = std::make_shared<cpu::Table>(data);
+    return table_;
+  }
+
+  // The scalar integer input of that name, at least `least` and below `limit`.
+  int64_t GetInteger(OpKernelContext* context, const char* name, int64_t least, int64_t limit) {
+    const Tensor* value;
+    tensorflow::Status status = context->input(name, &value);
+    if (status.ok() && !TensorShapeUtils::IsScalar(value->shape())) {
+      status = errors::InvalidArgument(name, " has shape ", value->shape().DebugString(), "; a scalar is needed");
+    }
+    if (status.ok()) {
+      const int64_t integer = value->scalar<tensorflow::int32>()();
+      if (integer >= least && integer < limit) return integer;
+      status = errors::InvalidArgument(name, "=", integer, " must be at least ", least, " and below ", limit);
+    }
+    context->CtxFailure(status);
+    return -1;
+  }
+
+  // Whether `messages` is a matrix of as many bytes as the layout of the tensors says.
+  bool CheckMessages(OpKernelContext* context, const char* name, const Tensor& messages,
+                     const std::vector<int64_t>& sizes) {
+    if (messages.dims() == 2 && messages.dim_size(0) > 0) {
+      const Layout layout(sizes, messages.dim_size(0), block_size_);
+      if (messages.dim_size(1) == layout.chunk_bytes) return true;
+      context->CtxFailure(errors::InvalidArgument(
+          name, " has ", messages.dim_size(1), " bytes a rank; for these tensors, block_size=", block_size_, " and ",
+          layout.ranks, " ranks a message has ", layout.chunk_bytes, ": do all ranks use the same shapes and settings?"));
+      return false;
+    }
+    context->CtxFailure(errors::InvalidArgument(name, " has shape ", messages.shape().DebugString(),
+                                                "; a row of bytes for each rank is needed"));
+    return false;
+  }
+
+  int64_t block_size_;
+
+ private:
+  std::mutex mutex_;
+  std::shared_ptr<const cpu::Table> table_;
+};
+
+constexpr int64_t kMaxRanks = 1 << 20;
+
+template <typename T>
+class QuantizeKernel : public CodecKernel {
+ public:
+  using CodecKernel::CodecKernel;
+
+  void Compute(OpKernelContext* context) override {
+    const auto table = GetTable(context);
+    if (table == nullptr) return;
+    const Tensor& x = context->input(0);
+    Tensor *codes, *absmax;
+    OP_REQUIRES_OK(context, context->allocate_output(0, x.shape(), &codes));
+    OP_REQUIRES_OK(context,
+                   context->allocate_output(1, TensorShape({Blocks(x.NumElements(), block_size_)}), &absmax));
+    cpu::Quantize(*table, x.flat<T>().data(), x.NumElements(), block_size_, Bytes(codes), absmax->flat<float>().data(),
+                  ThreadPoolOf(context));
+  }
+};
+
+template <typename T>
+class DequantizeKernel : public CodecKernel {
+ public:
+  using CodecKernel::CodecKernel;
+
+  void Compute(OpKernelContext* context) override {
+    const auto table = GetTable(context);
+    if (table == nullptr) return;
+    const Tensor& codes = context->input(0);
+    const Tensor& absmax = context->input(1);
+    const int64_t blocks = Blocks(codes.NumElements(), block_size_);
+    OP_REQUIRES(context, absmax.dims() == 1 && absmax.NumElements() == blocks,
+                errors::InvalidArgument("absmax has shape ", absmax.shape().DebugString(), "; ", codes.NumElements(),
+                                        " codes with block_size=", block_size_, " have ", blocks, " blocks"));
+    Tensor* x;
+    OP_REQUIRES_OK(context, context->allocate_output(0, codes.shape(), &x));
+    cpu::Dequantize(*table, Bytes(codes), absmax.flat<float>().data(), codes.NumElements(), block_size_,
+                    x->flat<T>().data(), ThreadPoolOf(context));
+  }
+};
+
+template <typename T>
+class PackKernel : public CodecKernel {
+ public:
+  using CodecKernel::CodecKernel;
+
+  void Compute(OpKernelContext* context) override {
+    const auto table = GetTable(context);
+    if (table == nullptr) return;
+    const int64_t ranks = GetInteger(context, "ranks", 1, kMaxRanks);
+    if (ranks < 0) return;
+    const int64_t rank = GetInteger(context, "rank", 0, ranks);
+    if (rank < 0) return;
+    OpInputList tensors;
+    OP_REQUIRES_OK(context, context->input_list("tensors", &tensors));
+    const Layout layout(SizesOf(tensors), ranks, block_size_);
+    Tensor* messages;
+    OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({ranks, layout.chunk_bytes}), &messages));
+    cpu::Pack(*table, layout, DataOf<T>(tensors), rank, Bytes(messages), ThreadPoolOf(context));
+  }
+};
+
+template <typename T>
+class ReduceKernel : public CodecKernel {
+ public:
+  using CodecKernel::CodecKernel;
+
+  void Compute(OpKernelContext* context) override {
+    const auto table = GetTable(context);
+    if (table == nullptr) return;
+    OpInputList tensors;
+    OP_REQUIRES_OK(context, context->input_list("tensors", &tensors));
+    const Tensor& received = context->input(0);
+    if (!CheckMessages(context, "received", received, SizesOf(tensors))) return;
+    const Layout layout(SizesOf(tensors), received.dim_size(0), block_size_);
+    const int64_t rank = GetInteger(context, "rank", 0, layout.ranks);
+    if (rank < 0) return;
+    Tensor* message;
+    OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({layout.chunk_bytes}), &message));
+    cpu::Reduce(*table, layout, DataOf<T>(tensors), rank, Bytes(received), Bytes(message), ThreadPoolOf(context));
+  }
+};
+
+template <typename T>
+class UnpackKernel : public CodecKernel {
+ public:
+  using CodecKernel::CodecKernel;
+
+  void Compute(OpKernelContext* context) override {
+    const auto table = GetTable(context);
+    if (table == nullptr) return;
+    OpInputList like;
+    OP_REQUIRES_OK(context, context->input_list("like", &like));
+    const Tensor& gathered = context->input(0);
+    if (!CheckMessages(context, "gathered", gathered, SizesOf(like))) return;
+    const Tensor* scale;
+    OP_REQUIRES_OK(context, context->input("scale", &scale));
+    OP_REQUIRES(context, TensorShapeUtils::IsScalar(scale->shape()),
+                errors::InvalidArgument("scale has shape ", scale->shape().DebugString(), "; a scalar is needed"));
+    OpOutputList outputs;
+    OP_REQUIRES_OK(context, context->output_list("outputs", &outputs));
+    const Layout layout(SizesOf(like), gathered.dim_size(0), block_size_);
+    std::vector<T*> data;
+    for (int i = 0; i < like.size(); ++i) {
+      // A gradient that nobody else needs makes room for its mean.
+      Tensor* output;
+      OP_REQUIRES_OK(context, context->forward_input_or_allocate_output({1 + i}, i, like[i].shape(), &output));
+      data.push_back(output->flat<T>().data());
+    }
+    cpu::Unpack(*table, layout, Bytes(gathered), scale->scalar<float>()(), data, ThreadPoolOf(context));
+  }
+};
+
+#define EIGHTBIT_REGISTER(T)                                                                                      \
+  REGISTER_KERNEL_BUILDER(                                                                                        \
+      Name("EightBitQuantize").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"), QuantizeKernel<T>);         \
+  REGISTER_KERNEL_BUILDER(                                                                                        \
+      Name("EightBitDequantize").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"), DequantizeKernel<T>);     \
+  REGISTER_KERNEL_BUILDER(Name("EightBitPack").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"),             \
+                          PackKernel<T>);                                                                         \
+  REGISTER_KERNEL_BUILDER(Name("EightBitReduce").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"),           \
+                          ReduceKernel<T>);                                                                       \
+  REGISTER_KERNEL_BUILDER(Name("EightBitUnpack").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"),           \
+                          UnpackKernel<T>);
+
+EIGHTBIT_REGISTER(Eigen::half)
+EIGHTBIT_REGISTER(Eigen::bfloat16)
+EIGHTBIT_REGISTER(float)
+EIGHTBIT_REGISTER(double)
+
+}  // namespace
+}  // namespace hvd_eightbit
