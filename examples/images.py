@@ -20,6 +20,7 @@ class Images(NamedTuple):
     train_labels: np.ndarray
     test_images: np.ndarray
     test_labels: np.ndarray
+    epochs: int  # about as many as it takes to learn them
 
 
 def load(source: str | None = None) -> Images:
@@ -46,7 +47,7 @@ def load(source: str | None = None) -> Images:
         pixels = _read_idx(folder / f"{part}-images-idx3-ubyte")
         images[part] = pixels.reshape(len(pixels), -1).astype(np.float32) / 255
         labels[part] = _read_idx(folder / f"{part}-labels-idx1-ubyte").astype(np.int64)
-    return Images(str(folder), images["train"], labels["train"], images["t10k"], labels["t10k"])
+    return Images(str(folder), images["train"], labels["train"], images["t10k"], labels["t10k"], epochs=10)
 
 
 def _digits() -> Images:
@@ -60,7 +61,7 @@ def _digits() -> Images:
     labels = digits.target[order].astype(np.int64)
     test = round(DIGITS_TEST * len(order))
     name = f"scikit-learn's {len(order):,} digits of 8x8 pixels (the input is 64 wide, not the paper's 784)"
-    return Images(name, images[test:], labels[test:], images[:test], labels[:test])
+    return Images(name, images[test:], labels[test:], images[:test], labels[:test], epochs=50)
 
 
 def _read_idx(path: pathlib.Path) -> np.ndarray:

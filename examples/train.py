@@ -34,15 +34,21 @@ def compressor(name: str, args: argparse.Namespace):
     return eightbit.EightBitCompressor(name, block_size=args.block_size, min_elements=args.min_elements)
 
 
-def train(compression, data: images.Images, args: argparse.Namespace, seed: int) -> dict:
+def train(name: str, compression, data: images.Images, args: argparse.Namespace, seed: int) -> dict:
     """Trains one net from scratch and returns what was measured."""
     tf.keras.utils.set_random_seed(seed)  # the same weights for every compression
-    layers = [tf.keras.layers.Input((data.train_images.shape[1],))]
-    for rate, width in zip((0.2, 0.3, 0.3), (args.hidden, args.hidden, 10), strict=True):
-        dropout_seed = 3 * (seed * hvd.size() + hvd.rank()) + len(layers)  # another on every rank and layer
-        layers.append(tf.keras.layers.Dropout(rate, seed=dropout_seed))
-        layers.append(tf.keras.layers.Dense(width, activation="relu" if width == args.hidden else None))
-    model = tf.keras.Sequential(layers)
+    own_seed = 3 * (seed * hvd.size() + hvd.rank())  # other units are dropped on every rank
+    model = tf.keras.Sequential(
+        [
+            tf.keras.layers.Input((data.train_images.shape[1],)),
+            tf.keras.layers.Dropout(0.2, seed=own_seed),
+            tf.keras.layers.Dense(args.hidden, activation="relu"),
+            tf.keras.layers.Dropout(0.3, seed=own_seed + 1),
+            tf.keras.layers.Dense(args.hidden, activation="relu"),
+            tf.keras.layers.Dropout(0.3, seed=own_seed + 2),
+            tf.keras.layers.Dense(10),
+        ]
+    )
     loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer = tf.keras.optimizers.RMSprop(args.lr)
     optimizer.build(model.trainable_variables)
@@ -56,11 +62,12 @@ def train(compression, data: images.Images, args: argparse.Namespace, seed: int)
         # Horovod: average the gradients over all ranks. The argument `compression` is all that 8 bits take.
         tape = hvd.DistributedGradientTape(tape, compression=compression)
         gradients = tape.gradient(loss, tf_variables(model.trainable_variables))
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         return loss
 
     steps = len(data.train_images) // (args.batch_size * hvd.size())
-    progress = Progress(args.epochs * steps)
+    total, terminal = args.epochs * steps, sys.stdout.isatty()
+    bar = tf.keras.utils.Progbar(total, verbose=0 if hvd.rank() else 1 if terminal else 2)
     seconds, sent = [], []
     for epoch in range(args.epochs):
         order = np.random.default_rng([seed, epoch]).permutation(len(data.train_images))
@@ -71,16 +78,21 @@ def train(compression, data: images.Images, args: argparse.Namespace, seed: int)
             start = time.perf_counter()
             loss = float(train_step(data.train_images[batch], data.train_labels[batch]))
             seconds.append(time.perf_counter() - start)
-            progress.update(len(seconds), loss)
+            done = len(seconds)
+            line = done == total or (not terminal and done % math.ceil(total / 10) == 0)  # a log gets ten lines
+            bar.update(done, [("loss", loss)], finalize=line)
         sent.append((transmitted_bytes() - sent_before) / (hvd.local_size() * steps))
 
     logits = model(data.test_images[hvd.rank() :: hvd.size()], training=False)
     wrong = tf.constant(np.sum(np.argmax(logits, axis=1) != data.test_labels[hvd.rank() :: hvd.size()]), tf.float64)
+    # Other programs' traffic is counted too, so the epoch with the least is the one to believe.
+    least = float(hvd.allreduce(tf.constant(min(sent), tf.float64), op=hvd.Average, name="sent"))
     return {
+        "compression": name,
+        "seed": seed,
         "test_error": 100 * float(hvd.allreduce(wrong, op=hvd.Sum, name="wrong")) / len(data.test_labels),
         "seconds": float(np.median(seconds[WARM_UP:] or seconds)),
-        # Other programs' traffic is counted too, so the epoch with the least is the one to believe.
-        "bytes": float(hvd.allreduce(tf.constant(min(sent), tf.float64), op=hvd.Average, name="sent")),
+        "bytes": least if least > plausible_bytes(COMPRESSIONS[name] * model.count_params()) else None,
         "ranks_equal": equal_on_all_ranks(model.get_weights()),
         "parameters": model.count_params(),
     }
@@ -89,18 +101,6 @@ def train(compression, data: images.Images, args: argparse.Namespace, seed: int)
 def tf_variables(variables) -> list[tf.Variable]:
     """The variables as TensorFlow's own: Horovod 0.28 does not know the class that Keras 3 wraps around them."""
     return [variable if isinstance(variable, tf.Variable) else variable.value for variable in variables]
-
-
-class Progress:
-    """Keras' progress bar on rank 0; where the output is not a terminal, ten lines in all."""
-
-    def __init__(self, steps: int):
-        self.steps, self.terminal = steps, sys.stdout.isatty()
-        self.bar = tf.keras.utils.Progbar(steps, verbose=0 if hvd.rank() else 1 if self.terminal else 2)
-
-    def update(self, step: int, loss: float) -> None:
-        line = not self.terminal and step % math.ceil(self.steps / 10) == 0
-        self.bar.update(step, [("loss", loss)], finalize=line or step == self.steps)
 
 
 def transmitted_bytes() -> float:
@@ -113,10 +113,12 @@ def transmitted_bytes() -> float:
     return float(sum(int(line.split(":")[1].split()[8]) for line in lines))
 
 
-def hidden_from_network(sent: float, parameters: int, bytes_each: int) -> bool:
-    """Whether the counters saw under half of what must have crossed: shared memory, NVLink and RDMA pass them by."""
+def plausible_bytes(size: int) -> float:
+    """Half of what a rank must send to allreduce `size` bytes. Fewer counted: they went by shared memory or RDMA."""
+    if hvd.size() == 1:
+        return math.inf  # nothing is to be sent
     peers, sharing = (hvd.cross_size(), hvd.local_size()) if hvd.cross_size() > 1 else (hvd.size(), 1)
-    return sent < 2 * (peers - 1) / peers * bytes_each * parameters / sharing / 2
+    return (peers - 1) / peers * size / sharing
 
 
 def equal_on_all_ranks(weights: list[np.ndarray]) -> bool:
@@ -126,23 +128,23 @@ def equal_on_all_ranks(weights: list[np.ndarray]) -> bool:
     return bool((digests == digests[0]).all())
 
 
-def summarize(runs: list[dict], names: list[str]) -> list[dict]:
+def summarize(runs: list[dict]) -> list[dict]:
     """One row per compression: mean and spread over the seeds, and bytes against those of `none`."""
-    rows = []
-    for name in names:
+    rows = {}
+    for name in dict.fromkeys(run["compression"] for run in runs):
         mine = [run for run in runs if run["compression"] == name]
-        errors, sent = [run["test_error"] for run in mine], min(run["bytes"] for run in mine)
-        if hvd.size() == 1 or hidden_from_network(sent, mine[0]["parameters"], COMPRESSIONS[name]):
-            sent = math.nan
-        row = {"compression": name, "test_error": float(np.mean(errors)), "bytes": None if math.isnan(sent) else sent}
-        row["spread"] = float(np.std(errors, ddof=1)) if len(errors) > 1 else None
-        row["seconds"] = float(np.median([run["seconds"] for run in mine]))
-        row["ranks_equal"] = all(run["ranks_equal"] for run in mine)
-        rows.append(row)
-    # Without a run of `none`: what float32 needs by arithmetic, reduce-scatter and allgather over a ring.
-    float32 = 2 * (hvd.size() - 1) / hvd.size() * 4 * runs[0]["parameters"]
-    float32 = next((row["bytes"] for row in rows if row["compression"] == "none"), None) or float32
-    return [row | {"ratio": row["bytes"] and row["bytes"] / float32} for row in rows]
+        errors = [run["test_error"] for run in mine]
+        rows[name] = {
+            "compression": name,
+            "test_error": float(np.mean(errors)),
+            "spread": float(np.std(errors, ddof=1)) if len(errors) > 1 else None,
+            "seconds": float(np.median([run["seconds"] for run in mine])),
+            "bytes": min((run["bytes"] for run in mine if run["bytes"]), default=None),
+            "ranks_equal": all(run["ranks_equal"] for run in mine),
+        }
+    # Without a run of `none`: what float32 needs by arithmetic, a reduce-scatter and an allgather over a ring.
+    float32 = rows.get("none", {}).get("bytes") or 8 * (hvd.size() - 1) / hvd.size() * runs[0]["parameters"]
+    return [row | {"ratio": row["bytes"] and row["bytes"] / float32} for row in rows.values()]
 
 
 def print_table(rows: list[dict]) -> None:
@@ -152,32 +154,28 @@ def print_table(rows: list[dict]) -> None:
         sent, ratio = (f"{row['bytes']:,.0f}", f"{row['ratio']:.3f}") if row["bytes"] else ("n/a", "n/a")
         equal = "yes" if row["ranks_equal"] else "NO"
         print(f"{row['compression']:<14}{error:>16}{row['seconds']:>10.4f}{sent:>15}{ratio:>9}  {equal}")
-    print("Bytes a step: sent per rank, from the counters of the network interfaces, headers and all.", end=" ")
+    print("Bytes a step: sent by a rank, as the network interfaces of its host counted them, headers and all.")
     if hvd.size() > 1 and not all(row["bytes"] for row in rows):
-        print("n/a: no such counters, or what crossed passed them by (shared memory, NVLink, RDMA).", end=" ")
-    print("", flush=True)
+        print("n/a: no such counters here, or the bytes passed them by (shared memory, NVLink, RDMA).")
 
 
 def parse_arguments() -> tuple[argparse.Namespace, images.Images, dict]:
     """The arguments, the data and the compressors, by name; ends the program with a message where one is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--compression", choices=COMPRESSIONS, default="dynamic_tree", help="default: %(default)s")
-    what.add_argument("--compare", nargs="*", choices=COMPRESSIONS, metavar="NAME", help="train with each; none: all")
-    parser.add_argument("--epochs", type=positive, default=10, help="default: %(default)s")
-    parser.add_argument("--batch-size", type=positive, default=128, help="images per rank; default: %(default)s")
-    parser.add_argument("--lr", type=float, default=0.001, help="learning rate; default: %(default)s")
-    parser.add_argument("--hidden", type=positive, default=1024, help="hidden units a layer; default: %(default)s")
-    parser.add_argument("--seed", type=natural, default=0, help="of weights, order and dropout; default: %(default)s")
-    parser.add_argument("--seeds", type=positive, default=1, help="repeat with so many seeds; default: %(default)s")
-    parser.add_argument(
-        "--min-elements", type=int, default=16384, help="smaller ones stay float32; default: %(default)s"
-    )
-    parser.add_argument(
-        "--block-size", type=int, default=2048, help="elements that share a scale; default: %(default)s"
-    )
-    parser.add_argument("--data", help="folder with Fashion-MNIST's IDX files, or 'digits'; default: what is there")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results there as well")
+    what.add_argument("--compression", choices=COMPRESSIONS, default="dynamic_tree", help="dynamic_tree by default")
+    what.add_argument("--compare", choices=COMPRESSIONS, nargs="*", metavar="NAME", help="several in turn, or all")
+    option("--epochs", type=positive, help="10 by default; for the digits, which are few, 50")
+    option("--batch-size", type=positive, default=128, help="images per rank and step, %(default)s by default")
+    option("--lr", type=float, default=0.001, help="learning rate, %(default)s by default")
+    option("--hidden", type=positive, default=1024, help="units of a hidden layer, %(default)s by default")
+    option("--seed", type=natural, default=0, help="of weights, order and dropout, %(default)s by default")
+    option("--seeds", type=positive, default=1, help="train with so many seeds, from --seed on; %(default)s by default")
+    option("--min-elements", type=int, default=16384, help="gradients below stay float32, %(default)s by default")
+    option("--block-size", type=int, default=2048, help="elements that share a scale, %(default)s by default")
+    option("--data", help="'digits', or a folder with Fashion-MNIST's IDX files; by default what this machine has")
+    option("--json", type=pathlib.Path, metavar="FILE", help="write the results there as well")
     args = parser.parse_args()
     names = [args.compression] if args.compare is None else args.compare or list(COMPRESSIONS)
     try:
@@ -193,6 +191,11 @@ def parse_arguments() -> tuple[argparse.Namespace, images.Images, dict]:
             f"argument --batch-size: {args.batch_size} on {hvd.size()} ranks is more than the "
             f"{len(data.train_images)} training images"
         )
+    if not args.lr > 0:
+        parser.error(f"argument --lr: {args.lr} is not above 0")
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"argument --json: the folder {str(args.json.parent)!r} does not exist")
+    args.epochs = args.epochs or data.epochs
     return args, data, compressors
 
 
@@ -225,8 +228,8 @@ def main() -> None:
         for name, compression in compressors.items():
             if chief:
                 print(f"\n{name}, seed {seed}", flush=True)
-            runs.append({"compression": name, "seed": seed} | train(compression, data, args, seed))
-    table = summarize(runs, list(compressors))
+            runs.append(train(name, compression, data, args, seed))
+    table = summarize(runs)
     if chief:
         print_table(table)
         if args.json:
