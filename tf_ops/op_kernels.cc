@@ -2,8 +2,10 @@
 
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
+#include "agreement.h"
 #include "cpu_kernels.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/register_types.h"
@@ -45,7 +47,26 @@ std::vector<const T*> DataOf(const OpInputList& tensors) {
   return data;
 }
 
-// What all kernels have: a block size, and a table that is built once for as long as the values stay the same.
+// The scalar integer input of that name, at least `least` and below `limit`; -1, with the context's status set, if it is
+// not.
+int64_t GetInteger(OpKernelContext* context, const char* name, int64_t least, int64_t limit) {
+  const Tensor* value;
+  tensorflow::Status status = context->input(name, &value);
+  if (status.ok() && !TensorShapeUtils::IsScalar(value->shape())) {
+    status = errors::InvalidArgument(name, " has shape ", value->shape().DebugString(), "; a scalar is needed");
+  }
+  if (status.ok()) {
+    const int64_t integer = value->scalar<tensorflow::int32>()();
+    if (integer >= least && integer < limit) return integer;
+    status = errors::InvalidArgument(name, "=", integer, " must be at least ", least, " and below ", limit);
+  }
+  context->CtxFailure(status);
+  return -1;
+}
+
+constexpr int64_t kMaxRanks = 1 << 20;
+
+// What all codec kernels have: a block size, and a table that is built once for as long as the values stay the same.
 class CodecKernel : public OpKernel {
  public:
   explicit CodecKernel(OpKernelConstruction* context) : OpKernel(context) {
@@ -71,22 +92,6 @@ class CodecKernel : public OpKernel {
     return table_;
   }
 
-  // The scalar integer input of that name, at least `least` and below `limit`.
-  int64_t GetInteger(OpKernelContext* context, const char* name, int64_t least, int64_t limit) {
-    const Tensor* value;
-    tensorflow::Status status = context->input(name, &value);
-    if (status.ok() && !TensorShapeUtils::IsScalar(value->shape())) {
-      status = errors::InvalidArgument(name, " has shape ", value->shape().DebugString(), "; a scalar is needed");
-    }
-    if (status.ok()) {
-      const int64_t integer = value->scalar<tensorflow::int32>()();
-      if (integer >= least && integer < limit) return integer;
-      status = errors::InvalidArgument(name, "=", integer, " must be at least ", least, " and below ", limit);
-    }
-    context->CtxFailure(status);
-    return -1;
-  }
-
   // Whether `messages` is a matrix of as many bytes as the layout of the tensors says.
   bool CheckMessages(OpKernelContext* context, const char* name, const Tensor& messages,
                      const std::vector<int64_t>& sizes) {
@@ -109,8 +114,6 @@ class CodecKernel : public OpKernel {
   std::mutex mutex_;
   std::shared_ptr<const cpu::Table> table_;
 };
-
-constexpr int64_t kMaxRanks = 1 << 20;
 
 template <typename T>
 class QuantizeKernel : public CodecKernel {
@@ -222,6 +225,64 @@ class UnpackKernel : public CodecKernel {
     cpu::Unpack(*table, layout, Bytes(gathered), scale->scalar<float>()(), data, ThreadPoolOf(context));
   }
 };
+
+class ProbeKernel : public OpKernel {
+ public:
+  explicit ProbeKernel(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("fingerprint", &fingerprint_));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    const int64_t rank = GetInteger(context, "rank", 0, kMaxRanks);
+    if (rank < 0) return;
+    Tensor* probe;
+    OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({kProbe}), &probe));
+    FillProbe(rank, fingerprint_, probe->flat<double>().data());
+  }
+
+ private:
+  int64_t fingerprint_;
+};
+
+class AgreedScaleKernel : public OpKernel {
+ public:
+  explicit AgreedScaleKernel(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("fingerprint", &fingerprint_));
+    OP_REQUIRES_OK(context, context->GetAttr("what", &what_));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    const Tensor& reduced = context->input(0);
+    OP_REQUIRES(context, reduced.NumElements() == kProbe,
+                errors::InvalidArgument("8-bit compression of ", what_, ": the collective returned ",
+                                        reduced.NumElements(), " of ", kProbe,
+                                        " numbers. Only an allreduce can be compressed; hvd.reducescatter cannot"));
+    const int64_t ranks = GetInteger(context, "ranks", 1, kMaxRanks);
+    if (ranks < 0) return;
+    double scale;
+    const Agreement agreement = ReadProbe(reduced.flat<double>().data(), ranks, fingerprint_, &scale);
+    OP_REQUIRES(context, agreement != Agreement::kNotASum,
+                errors::InvalidArgument(
+                    "8-bit compression of ", what_, ": the reduction was not a sum or an average over the ", ranks,
+                    " ranks of the compressor's process set. Use op=hvd.Average or op=hvd.Sum (Min, Max, Product and "
+                    "Adasum cannot be computed from 8-bit codes), and for a process set of your own give the same one "
+                    "to the call and to EightBitCompressor(process_set=...)"));
+    OP_REQUIRES(context, agreement != Agreement::kSettingsDiffer,
+                errors::InvalidArgument("8-bit compression of ", what_,
+                                        ": the ranks disagree on data_type, block_size, or the tensor's name, dtype or "
+                                        "shape. All ranks must use the same"));
+    Tensor* output;
+    OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({}), &output));
+    output->scalar<float>()() = static_cast<float>(scale);
+  }
+
+ private:
+  int64_t fingerprint_;
+  std::string what_;
+};
+
+REGISTER_KERNEL_BUILDER(Name("EightBitProbe").Device(tensorflow::DEVICE_CPU), ProbeKernel);
+REGISTER_KERNEL_BUILDER(Name("EightBitAgreedScale").Device(tensorflow::DEVICE_CPU), AgreedScaleKernel);
 
 #define EIGHTBIT_REGISTER(T)                                                                                      \
   REGISTER_KERNEL_BUILDER(                                                                                        \

@@ -109,4 +109,27 @@ REGISTER_OP("EightBitUnpack")
       return Status();
     });
 
+// Stateful, so that it is neither folded into a constant nor merged with another: what follows it talks to other ranks.
+REGISTER_OP("EightBitProbe")
+    .Input("rank: int32")
+    .Output("probe: double")
+    .Attr("fingerprint: int")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      c->set_output(0, c->Vector(4));
+      return Status();
+    });
+
+REGISTER_OP("EightBitAgreedScale")
+    .Input("reduced: double")
+    .Input("ranks: int32")
+    .Output("scale: float")
+    .Attr("fingerprint: int")
+    .Attr("what: string")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      c->set_output(0, c->Scalar());
+      return Status();
+    });
+
 }  // namespace hvd_eightbit
