@@ -50,7 +50,9 @@ def train(name: str, compression, data: images.Images, args: argparse.Namespace,
         ]
     )
     loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    optimizer = tf.keras.optimizers.RMSprop(args.lr)
+    steps = len(data.train_images) // (args.batch_size * hvd.size())  # of an epoch, the same number on every rank
+    total = args.epochs * steps
+    optimizer = tf.keras.optimizers.RMSprop(tf.keras.optimizers.schedules.CosineDecay(args.lr, total))
     optimizer.build(model.trainable_variables)
 
     hvd.broadcast_variables(tf_variables(model.weights), root_rank=0)  # Horovod: start from equal weights
@@ -65,8 +67,7 @@ def train(name: str, compression, data: images.Images, args: argparse.Namespace,
         optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         return loss
 
-    steps = len(data.train_images) // (args.batch_size * hvd.size())
-    total, terminal = args.epochs * steps, sys.stdout.isatty()
+    terminal = sys.stdout.isatty()
     bar = tf.keras.utils.Progbar(total, verbose=0 if hvd.rank() else 1 if terminal else 2)
     seconds, sent = [], []
     for epoch in range(args.epochs):
@@ -168,7 +169,7 @@ def parse_arguments() -> tuple[argparse.Namespace, images.Images, dict]:
     what.add_argument("--compare", choices=COMPRESSIONS, nargs="*", metavar="NAME", help="several in turn, or all")
     option("--epochs", type=positive, help="10 by default; for the digits, which are few, 50")
     option("--batch-size", type=positive, default=128, help="images per rank and step, %(default)s by default")
-    option("--lr", type=float, default=0.001, help="learning rate, %(default)s by default")
+    option("--lr", type=float, default=0.001, help="learning rate at the start, %(default)s by default")
     option("--hidden", type=positive, default=1024, help="units of a hidden layer, %(default)s by default")
     option("--seed", type=natural, default=0, help="of weights, order and dropout, %(default)s by default")
     option("--seeds", type=positive, default=1, help="train with so many seeds, from --seed on; %(default)s by default")
