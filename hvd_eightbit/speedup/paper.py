@@ -1,8 +1,8 @@
 """The predictive model of Dettmers 2016, from the constants it prints, and corrected.
 
 Two settings: AlexNet on 4 GPUs of one machine (section 4, tables 3 and 4) and on 96 GPUs of 32 machines (section 5,
-tables 5 to 7; table 1 is its summary). `Corrections()` without arguments is the paper as printed; each field mends one of its
-faults. Times are milliseconds, message sizes the paper's kB (of 1024 bytes).
+tables 5 to 7; table 1 is its summary). `Corrections()` without arguments is the paper as printed; each field mends one
+of its faults. Times are milliseconds, message sizes the paper's kB (of 1024 bytes).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Corrections:
         transfer_once: the latencies of table 5 were read off a chart of whole transfers, which contain size/bandwidth
             already; the paper adds it again. True takes the chart's time alone, by message size (the 0.06 ms that
             table 5 has for 1734 kB would be 29 GB/s over a link of 6).
-        every_pass: the exchange is paid once in each pass. The paper multiplies it by 31, whatever the number of passes.
+        every_pass: the exchange is paid once in each pass. The paper multiplies it by 31, for any number of passes.
         fc_grows: the fully connected layers take time in proportion to the sub-batch. The paper takes 6.5 ms a pass for
             128 images and for 12288.
         fc_gpus: GPUs that share the fully connected layers' work without loss, where `fc_grows`. 1 is what the paper's
