@@ -20,8 +20,8 @@ def test_the_papers_sum_of_penalties_is_a_slip():
     assert paper.four_gpus(32, correct_sum=True) == pytest.approx(3.528, abs=0.0005)
 
 
-# Tables 1 and 7. 22 of the 24 entries agree within 0.5%. The two of sub-batch 12288 that do not are 1.3, printed with two
-# digits only, and 9.7, where the paper rounded sums on the way (928 ms for 927.2): 0.055 allows for both.
+# Tables 1 and 7. 22 of the 24 entries agree within 0.5%. The two of sub-batch 12288 that do not are 1.3, printed with
+# two digits only, and 9.7, where the paper rounded sums on the way (928 ms for 927.2): 0.055 allows for both.
 @pytest.mark.parametrize(
     ("kernels", "bits", "printed"),
     [
