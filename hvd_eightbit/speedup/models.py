@@ -187,8 +187,8 @@ def from_keras(model) -> Network:
     """The Network of a built Keras model (Keras 2, tf_keras or Keras 3), read from its trainable weights.
 
     Operations are counted for weights of two and more dimensions, except tables that are looked up (embeddings), at
-    every position of the layer's output; attention between positions, recurrence over time and layers without parameters
-    are not. Give the measured time of a step rather than rely on them.
+    every position of the layer's output; attention between positions, recurrence over time and layers without
+    parameters are not. Give the measured time of a step rather than rely on them.
 
     Raises:
         ValueError: if the model is not built or has no trainable weights.
