@@ -19,8 +19,8 @@ constexpr double kTolerance = 1e-5;  // far above float32's rounding, below the 
 
 enum class Agreement { kYes, kNotASum, kSettingsDiffer };
 
-// Arbitrary numbers for each rank, so that a reduction that is not linear, or leaves ranks out, shows. From 512 to 1023:
-// sums are exact in float32, and they outweigh the rest, so that no two probes are alike for Adasum.
+// Arbitrary numbers for each rank, so that a reduction that is not linear, or leaves ranks out, shows. From 512 to
+// 1023: sums are exact in float32, and they outweigh the rest, so that no two probes are alike for Adasum.
 inline int RankMark(int64_t rank, int mark) {
   uint64_t x = static_cast<uint64_t>(rank * kMarks + mark + 1) * 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
