@@ -160,8 +160,8 @@ def _report(found: Calibration, rows: Sequence[dict], file: str) -> str:
     c, k = found.cluster, found.kernels
     shares = ", ".join(f"{name} {100 * v:.0f}%" for name, v in dataclasses.asdict(c.efficiency).items())
     lines = [
-        f"{c.ranks} ranks on {c.nodes} hosts: {8e-9 * c.within.bandwidth:.3g} Gbit/s, {1e6 * c.within.latency:.3g} us a "
-        f"message, {1e6 * c.call:.3g} us a call; of that bandwidth {shares}",
+        f"{c.ranks} ranks on {c.nodes} hosts: {8e-9 * c.within.bandwidth:.3g} Gbit/s, "
+        f"{1e6 * c.within.latency:.3g} us a message, {1e6 * c.call:.3g} us a call; of that bandwidth {shares}",
         f"a rank quantizes {1e-9 * k.quantize:.3g} and dequantizes {1e-9 * k.dequantize:.3g} G elements/s",
         f"{'reduction':<10}{'elements':>10}{'measured ms':>13}{'predicted ms':>14}{'ratio':>8}",
     ]
