@@ -25,25 +25,27 @@ from hvd_eightbit.speedup.model import METHODS, Cluster, Efficiency, Kernels, Li
 
 SIZES = (1 << 16, 1 << 20, 1 << 23)  # elements
 CHECKS = (1 << 18, 1 << 21, 1 << 22)
-REPEATS = 10
+LEAST_REPEATS, MOST_REPEATS, BUDGET = 3, 10, 2.0  # times that a call is repeated, within so many seconds
 _ABSORBED = 1e18  # elements a second: adding floats is part of the measured bandwidth of an allreduce
 
 
-def seconds(call: Callable[..., object], *arguments: object, repeats: int = REPEATS) -> float:
+def seconds(call: Callable[..., object], *arguments: object) -> float:
     """The least time of `call(*arguments)`, which all ranks make together, until the slowest has it; the same on all.
 
     The least of several: what else runs on the machine can only add to it.
     """
-    times = []
-    for i in range(repeats + 2):
+
+    def once() -> float:
         hvd.allreduce(tf.zeros(1))  # all ranks begin together
         begin = time.perf_counter()
         result = call(*arguments)
         tf.nest.map_structure(lambda t: t.numpy(), result)  # waits for the device
-        if i >= 2:  # the first calls set up connections and buffers
-            times.append(time.perf_counter() - begin)
-    slowest = hvd.allgather(tf.constant([times], tf.float64)).numpy().max(axis=0)
-    return float(slowest.min())
+        took = time.perf_counter() - begin
+        return float(hvd.allgather(tf.constant([took], tf.float64)).numpy().max())
+
+    first = once()  # sets up connections and buffers; equal on all ranks, so that all repeat as often
+    repeats = min(MOST_REPEATS, max(LEAST_REPEATS, int(BUDGET / first)))
+    return min(once() for _ in range(repeats))
 
 
 def fit(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:

@@ -223,7 +223,7 @@ class Exchange:
     """One reduction of gradients over all ranks.
 
     Args:
-        network: seconds on the links, the adding of floats included.
+        network: seconds on the links, or of adding floats where that takes longer.
         before, after: seconds of kernels before and after them.
         rank_bytes: sent by a rank.
         host_bytes: sent through a host's network card.
@@ -272,7 +272,7 @@ def _float_exchange(cluster: Cluster, kernels: Kernels, elements: int, method: s
     cast = kernels.launch + elements / kernels.cast if half else 0.0
     sent = 2 * share * size
     return Exchange(
-        network=_ring_allreduce(cluster, size, efficiency) + adding,
+        network=max(_ring_allreduce(cluster, size, efficiency), adding),  # a part is added while the next is on its way
         before=cast,
         after=cast,
         rank_bytes=sent,
@@ -320,7 +320,7 @@ def _two_level_exchange(cluster: Cluster, kernels: Kernels, elements: int, block
     message = _chunk_bytes(share, m, block_size)
     within, between, efficiency = cluster.within, cluster.between, cluster.efficiency
     scatter = (g - 1) * (4 * share / (within.bandwidth * efficiency.reducescatter) + within.latency)
-    scatter += (g - 1) * share / kernels.add
+    scatter = max(scatter, (g - 1) * share / kernels.add)
     across = (m - 1) * (g * message / (between.bandwidth * efficiency.allgather) + between.latency)
     gather = (g - 1) * (m * message / (within.bandwidth * efficiency.allgather) + within.latency)
     alltoall = (m - 1) * (g * message / (between.bandwidth * efficiency.alltoall) + between.latency)

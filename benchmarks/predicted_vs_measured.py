@@ -1,0 +1,117 @@
+"""Predicted against measured: reductions over links of known rates.
+
+    python benchmarks/predicted_vs_measured.py OUT --ranks 2 4 --rates 0.5 1 4 --command "horovodrun --gloo"
+
+Every run is in a network namespace of its own whose loopback is limited by `tc` (so: Linux, root, iproute2). All its
+ranks share the loopback, so a rank has RATE / RANKS. Kernels, calls and adding are measured once per number of ranks
+without a limit; from them and the nominal rate alone the times are predicted. Writes OUT.json, OUT.md, and OUT.png if
+matplotlib is there.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import shlex
+import subprocess
+import sys
+import tempfile
+
+from hvd_eightbit.speedup import calibration, plotting
+from hvd_eightbit.speedup.model import Efficiency, Link, allreduce_seconds
+
+# Small packets, so that the limit acts evenly: loopback's own are as large as the bucket of tokens.
+LIMIT = """ip link set lo mtu 9000 && ip link set lo gso_max_size 9000 && ip link set lo up"""
+
+
+def measure(ranks: int, rate: float | None, command: str) -> dict:
+    """What `predict --measure` writes, with the loopback limited to `rate` Gbit/s."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "calibration.json"
+        limit = "" if rate is None else f" && tc qdisc add dev lo root tbf rate {rate}gbit burst 64kb latency 300ms"
+        run = f"{command} -np {ranks} {shlex.quote(sys.executable)} -m hvd_eightbit.cli predict --measure {file}"
+        subprocess.run(["unshare", "-n", "sh", "-c", f"{LIMIT}{limit} && {run}"], check=True, timeout=900)
+        return json.loads(file.read_text())
+
+
+def predict(unlimited: calibration.Calibration, rate: float, method: str, elements: int) -> float:
+    """Seconds over a link that was not measured.
+
+    Without a limit an allreduce on one machine is bound by adding, so that its speed is taken for that of adding.
+    """
+    free, link = unlimited.cluster, Link(rate * 1e9 / 8 / unlimited.cluster.ranks, unlimited.cluster.within.latency)
+    reached = free.within.bandwidth
+    kernels = dataclasses.replace(
+        unlimited.kernels,
+        add=reached * free.efficiency.allreduce_float32 / 8,
+        add_fp16=reached * free.efficiency.allreduce_fp16 / 4,
+    )
+    cluster = dataclasses.replace(free, within=link, efficiency=Efficiency())
+    return allreduce_seconds(cluster, kernels, elements, method)
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown."""
+    lines = [
+        "| ranks | link Gbit/s | a rank's share | reduction | elements | measured ms | predicted ms | ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        lines.append(
+            f"| {r['ranks']} | {r['rate']:g} | {r['rate'] / r['ranks']:g} | {r['method']} | {r['elements']:,} | "
+            f"{1e3 * r['measured']:.1f} | {1e3 * r['predicted']:.1f} | {r['predicted'] / r['measured']:.2f} |"
+        )
+    errors = sorted(abs(r["predicted"] / r["measured"] - 1) for r in rows)
+    within = sum(e <= 0.15 for e in errors)
+    lines.append(
+        f"\n{within} of {len(rows)} within 15%; median {100 * errors[len(errors) // 2]:.0f}%, most {100 * errors[-1]:.0f}%"
+    )
+    return "\n".join(lines) + "\n"
+
+
+def plot(rows: list[dict], file: str) -> None:
+    """Predicted over measured."""
+    figure, axis = plotting.pyplot().subplots(figsize=(5.5, 5), layout="constrained")
+    for method in dict.fromkeys(r["method"] for r in rows):
+        chosen = [r for r in rows if r["method"] == method]
+        axis.loglog([1e3 * r["measured"] for r in chosen], [1e3 * r["predicted"] for r in chosen], "o", label=method)
+    ends = [1e3 * f(r["measured"] for r in rows) for f in (min, max)]
+    axis.loglog(ends, ends, "k-", linewidth=0.8)
+    axis.fill_between(ends, [0.85 * e for e in ends], [1.15 * e for e in ends], color="k", alpha=0.1, label="15%")
+    axis.set_xlabel("measured, ms")
+    axis.set_ylabel("predicted, ms")
+    axis.legend()
+    figure.savefig(file, dpi=80)
+
+
+def main() -> None:
+    """Measures, predicts, writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", help="OUT.json, OUT.md and OUT.png are written")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1, 4], help="Gbit/s of the loopback")
+    parser.add_argument("--command", default="horovodrun --gloo", help="launcher, to which -np N PROGRAM is added")
+    parser.add_argument("--plot-only", action="store_true", help="draw OUT.json, measured before")
+    options = parser.parse_args()
+    out = options.out
+    if not options.plot_only:
+        rows = []
+        for ranks in options.ranks:
+            unlimited = calibration.from_json(measure(ranks, None, options.command))
+            pathlib.Path(f"{out}-{ranks}-ranks.json").write_text(json.dumps(unlimited.to_json(), indent=1) + "\n")
+            for rate in options.rates:
+                for check in measure(ranks, rate, options.command)["checks"]:
+                    predicted = predict(unlimited, rate, check["method"], check["elements"])
+                    rows.append({"ranks": ranks, "rate": rate, **check, "predicted": predicted})
+            pathlib.Path(f"{out}.json").write_text(json.dumps(rows, indent=1) + "\n")
+            pathlib.Path(f"{out}.md").write_text(table(rows))
+    rows = json.loads(pathlib.Path(f"{out}.json").read_text())
+    print(table(rows))
+    try:
+        plot(rows, f"{out}.png")
+    except ImportError as error:
+        print(error)
+
+
+if __name__ == "__main__":
+    main()
