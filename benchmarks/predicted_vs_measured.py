@@ -63,9 +63,8 @@ def table(rows: list[dict]) -> str:
         )
     errors = sorted(abs(r["predicted"] / r["measured"] - 1) for r in rows)
     within = sum(e <= 0.15 for e in errors)
-    lines.append(
-        f"\n{within} of {len(rows)} within 15%; median {100 * errors[len(errors) // 2]:.0f}%, most {100 * errors[-1]:.0f}%"
-    )
+    middle, most = (f"{100 * e:.0f}%" for e in (errors[len(errors) // 2], errors[-1]))
+    lines.append(f"\n{within} of {len(rows)} within 15%; median {middle}, most {most}")
     return "\n".join(lines) + "\n"
 
 
