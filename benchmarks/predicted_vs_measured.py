@@ -1,4 +1,4 @@
-"""Predicted against measured: reductions over links of known rates.
+"""Predicted against measured: reductions and training steps over links of known rates.
 
     python benchmarks/predicted_vs_measured.py OUT --ranks 2 4 --rates 0.5 1 4 --command "horovodrun --gloo"
 
@@ -7,6 +7,8 @@ ranks share the loopback, so a rank has RATE / RANKS. Kernels, calls and adding 
 without a limit; from them and the nominal rate alone the times are predicted. Writes OUT.json, OUT.md, and OUT.png if
 matplotlib is there.
 """
+
+from __future__ import annotations
 
 import argparse
 import dataclasses
@@ -18,24 +20,28 @@ import sys
 import tempfile
 
 from hvd_eightbit.speedup import calibration, plotting
-from hvd_eightbit.speedup.model import Efficiency, Link, allreduce_seconds
+from hvd_eightbit.speedup.model import Efficiency, Link, Setting, allreduce_seconds
+from hvd_eightbit.speedup.model import predict as predict_step
+from hvd_eightbit.speedup.models import Layer, Network
 
+CALIBRATE = "-m hvd_eightbit.cli predict --measure"
+TRAIN = pathlib.Path(__file__).with_name("training_step.py")
 # Small packets, so that the limit acts evenly: loopback's own are as large as the bucket of tokens.
-LIMIT = """ip link set lo mtu 9000 && ip link set lo gso_max_size 9000 && ip link set lo up"""
+LIMIT = "ip link set lo mtu 9000 && ip link set lo gso_max_size 9000 && ip link set lo up"
 
 
-def measure(ranks: int, rate: float | None, command: str) -> dict:
-    """What `predict --measure` writes, with the loopback limited to `rate` Gbit/s."""
+def run(program: str, ranks: int, rate: float | None, command: str) -> dict:
+    """The JSON that a program writes to its last argument, run with the loopback limited to `rate` Gbit/s."""
     with tempfile.TemporaryDirectory() as folder:
-        file = pathlib.Path(folder) / "calibration.json"
+        file = pathlib.Path(folder) / "out.json"
         limit = "" if rate is None else f" && tc qdisc add dev lo root tbf rate {rate}gbit burst 64kb latency 300ms"
-        run = f"{command} -np {ranks} {shlex.quote(sys.executable)} -m hvd_eightbit.cli predict --measure {file}"
-        subprocess.run(["unshare", "-n", "sh", "-c", f"{LIMIT}{limit} && {run}"], check=True, timeout=900)
+        line = f"{LIMIT}{limit} && {command} -np {ranks} {shlex.quote(sys.executable)} {program} {file}"
+        subprocess.run(["unshare", "-n", "sh", "-c", line], check=True, timeout=900)
         return json.loads(file.read_text())
 
 
-def predict(unlimited: calibration.Calibration, rate: float, method: str, elements: int) -> float:
-    """Seconds over a link that was not measured.
+def at_rate(unlimited: calibration.Calibration, rate: float) -> calibration.Calibration:
+    """Ranks on a link that was not measured.
 
     Without a limit an allreduce on one machine is bound by adding, so that its speed is taken for that of adding.
     """
@@ -46,19 +52,44 @@ def predict(unlimited: calibration.Calibration, rate: float, method: str, elemen
         add=reached * free.efficiency.allreduce_float32 / 8,
         add_fp16=reached * free.efficiency.allreduce_fp16 / 4,
     )
-    cluster = dataclasses.replace(free, within=link, efficiency=Efficiency())
-    return allreduce_seconds(cluster, kernels, elements, method)
+    return calibration.Calibration(dataclasses.replace(free, within=link, efficiency=Efficiency()), kernels)
+
+
+def perceptron(widths: list[int]) -> Network:
+    """The network of training_step.py."""
+    pairs = list(zip(widths, widths[1:]))
+    return Network("perceptron", tuple(Layer(f"{a}x{b}", (a * b, b), 2 * a * b) for a, b in pairs))
+
+
+def compare(ranks: int, rates: list[float], command: str) -> list[dict]:
+    """Reductions and training steps on so many ranks, measured and predicted, at each rate."""
+    rows = []
+    unlimited = calibration.from_json(run(CALIBRATE, ranks, None, command))
+    for rate in rates:
+        link = at_rate(unlimited, rate)
+        for check in run(CALIBRATE, ranks, rate, command)["checks"]:
+            method, elements = check["method"], check["elements"]
+            predicted = allreduce_seconds(link.cluster, link.kernels, elements, method)
+            what = f"reduction of {elements:,}"
+            rows.append((rate, what, method, check["measured"], predicted))
+        steps = run(str(TRAIN), ranks, rate, command)
+        network = perceptron(steps.pop("widths"))
+        setting = Setting(network, link.cluster, link.kernels, compute_seconds=steps.pop("compute"))
+        for method, measured in steps.items():
+            rows.append((rate, "training step", method, measured, predict_step(setting, method).step))
+    names = ("rate", "what", "method", "measured", "predicted")
+    return [{"ranks": ranks, **dict(zip(names, row))} for row in rows]
 
 
 def table(rows: list[dict]) -> str:
     """Markdown."""
     lines = [
-        "| ranks | link Gbit/s | a rank's share | reduction | elements | measured ms | predicted ms | ratio |",
+        "| ranks | link Gbit/s | a rank's share | what | method | measured ms | predicted ms | ratio |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         lines.append(
-            f"| {r['ranks']} | {r['rate']:g} | {r['rate'] / r['ranks']:g} | {r['method']} | {r['elements']:,} | "
+            f"| {r['ranks']} | {r['rate']:g} | {r['rate'] / r['ranks']:g} | {r['what']} | {r['method']} | "
             f"{1e3 * r['measured']:.1f} | {1e3 * r['predicted']:.1f} | {r['predicted'] / r['measured']:.2f} |"
         )
     errors = sorted(abs(r["predicted"] / r["measured"] - 1) for r in rows)
@@ -96,12 +127,7 @@ def main() -> None:
     if not options.plot_only:
         rows = []
         for ranks in options.ranks:
-            unlimited = calibration.from_json(measure(ranks, None, options.command))
-            pathlib.Path(f"{out}-{ranks}-ranks.json").write_text(json.dumps(unlimited.to_json(), indent=1) + "\n")
-            for rate in options.rates:
-                for check in measure(ranks, rate, options.command)["checks"]:
-                    predicted = predict(unlimited, rate, check["method"], check["elements"])
-                    rows.append({"ranks": ranks, "rate": rate, **check, "predicted": predicted})
+            rows += compare(ranks, options.rates, options.command)
             pathlib.Path(f"{out}.json").write_text(json.dumps(rows, indent=1) + "\n")
             pathlib.Path(f"{out}.md").write_text(table(rows))
     rows = json.loads(pathlib.Path(f"{out}.json").read_text())

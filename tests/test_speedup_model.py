@@ -119,6 +119,24 @@ def test_all_but_the_first_layers_exchange_hides_behind_long_computation():
         assert model.predict(setting, method).exposed == pytest.approx(seconds(ONE_EACH, method, 1_000_000))
 
 
+def test_gradients_are_ready_from_the_last_layer_on():
+    small, large = models.Layer("small", (1000,), 1e9), models.Layer("large", (80_000_000,), 1e9)
+    early, late = (
+        model.predict(Setting(models.Network("n", layers), ONE_EACH, FREE, compute_seconds=0.9), "float32").exposed
+        for layers in ((small, large), (large, small))
+    )
+    assert early == pytest.approx(
+        0.56 - 0.3 + 7000e-9, rel=0.01
+    )  # 0.56 s, of which one layer's backward pass hides 0.3
+    assert late == pytest.approx(0.56, rel=0.01)
+
+
+def test_floats_are_added_while_they_travel():
+    slow = dataclasses.replace(FREE, add=1e6)
+    assert seconds(ONE_EACH, "float32", 1_000_000, slow) == pytest.approx(0.875)
+    assert seconds(ONE_EACH, "float32", 1_000_000) == pytest.approx(0.007)
+
+
 def test_kernels_delay_the_backward_pass_unless_they_overlap():
     slow = dataclasses.replace(model.KERNELS["gpu"], quantize=1e9)
     serial = model.predict(dataclasses.replace(RESNET, kernels=slow), "flat")
