@@ -158,8 +158,8 @@ class Kernels:
         return cls(bandwidth / 5, bandwidth / 9, bandwidth / 6, bandwidth / 12, bandwidth / 6, launch)
 
 
-# GPU: assumed, kernels at 70% of a memory of 1.5 TB/s; not measured. CPU: a core of a busy server, with our ops; the sums
-# are those of Horovod's Gloo, which adds fp16 an element at a time. `measure` replaces both.
+# GPU: assumed, kernels at 70% of a memory of 1.5 TB/s; not measured. CPU: a core of a busy server, with our ops; the
+# sums are those of Horovod's Gloo, which is slow at fp16. `measure` replaces both.
 KERNELS = {
     "gpu": Kernels.from_memory_bandwidth(0.7 * 1.5e12),
     "cpu": Kernels(quantize=0.45e9, dequantize=1e9, cast=1.3e9, add=0.25e9, add_fp16=0.04e9, launch=60e-6),
