@@ -1,0 +1,142 @@
+"""Predicted against measured: reductions and training steps over links of known rates.
+
+    python benchmarks/predicted_vs_measured.py OUT --ranks 2 4 --rates 0.5 1 4 --command "horovodrun --gloo"
+
+Every run is in a network namespace of its own whose loopback is limited by `tc` (so: Linux, root, iproute2). All its
+ranks share the loopback, so a rank has RATE / RANKS. Kernels, calls and adding are measured once per number of ranks
+without a limit; from them and the nominal rate alone the times are predicted. Writes OUT.json, OUT.md, and OUT.png if
+matplotlib is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import shlex
+import subprocess
+import sys
+import tempfile
+
+from hvd_eightbit.speedup import calibration, plotting
+from hvd_eightbit.speedup.model import Efficiency, Link, Setting, allreduce_seconds
+from hvd_eightbit.speedup.model import predict as predict_step
+from hvd_eightbit.speedup.models import Layer, Network
+
+CALIBRATE = "-m hvd_eightbit.cli predict --measure"
+TRAIN = pathlib.Path(__file__).with_name("training_step.py")
+# Small packets, so that the limit acts evenly: loopback's own are as large as the bucket of tokens.
+LIMIT = "ip link set lo mtu 9000 && ip link set lo gso_max_size 9000 && ip link set lo up"
+
+
+def run(program: str, ranks: int, rate: float | None, command: str) -> dict:
+    """The JSON that a program writes to its last argument, run with the loopback limited to `rate` Gbit/s."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "out.json"
+        limit = "" if rate is None else f" && tc qdisc add dev lo root tbf rate {rate}gbit burst 64kb latency 300ms"
+        line = f"{LIMIT}{limit} && {command} -np {ranks} {shlex.quote(sys.executable)} {program} {file}"
+        subprocess.run(["unshare", "-n", "sh", "-c", line], check=True, timeout=900)
+        return json.loads(file.read_text())
+
+
+def at_rate(unlimited: calibration.Calibration, rate: float) -> calibration.Calibration:
+    """Ranks on a link that was not measured.
+
+    Without a limit an allreduce on one machine is bound by adding, so that its speed is taken for that of adding.
+    """
+    free, link = unlimited.cluster, Link(rate * 1e9 / 8 / unlimited.cluster.ranks, unlimited.cluster.within.latency)
+    reached = free.within.bandwidth
+    kernels = dataclasses.replace(
+        unlimited.kernels,
+        add=reached * free.efficiency.allreduce_float32 / 8,
+        add_fp16=reached * free.efficiency.allreduce_fp16 / 4,
+    )
+    return calibration.Calibration(dataclasses.replace(free, within=link, efficiency=Efficiency()), kernels)
+
+
+def perceptron(widths: list[int]) -> Network:
+    """The network of training_step.py."""
+    pairs = list(zip(widths, widths[1:]))
+    return Network("perceptron", tuple(Layer(f"{a}x{b}", (a * b, b), 2 * a * b) for a, b in pairs))
+
+
+def compare(ranks: int, rates: list[float], command: str) -> list[dict]:
+    """Reductions and training steps on so many ranks, measured and predicted, at each rate."""
+    rows = []
+    unlimited = calibration.from_json(run(CALIBRATE, ranks, None, command))
+    for rate in rates:
+        link = at_rate(unlimited, rate)
+        for check in run(CALIBRATE, ranks, rate, command)["checks"]:
+            method, elements = check["method"], check["elements"]
+            predicted = allreduce_seconds(link.cluster, link.kernels, elements, method)
+            what = f"reduction of {elements:,}"
+            rows.append((rate, what, method, check["measured"], predicted))
+        steps = run(str(TRAIN), ranks, rate, command)
+        network = perceptron(steps.pop("widths"))
+        setting = Setting(network, link.cluster, link.kernels, compute_seconds=steps.pop("compute"))
+        for method, measured in steps.items():
+            rows.append((rate, "training step", method, measured, predict_step(setting, method).step))
+    names = ("rate", "what", "method", "measured", "predicted")
+    return [{"ranks": ranks, **dict(zip(names, row))} for row in rows]
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown."""
+    lines = [
+        "| ranks | link Gbit/s | a rank's share | what | method | measured ms | predicted ms | ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        lines.append(
+            f"| {r['ranks']} | {r['rate']:g} | {r['rate'] / r['ranks']:g} | {r['what']} | {r['method']} | "
+            f"{1e3 * r['measured']:.1f} | {1e3 * r['predicted']:.1f} | {r['predicted'] / r['measured']:.2f} |"
+        )
+    errors = sorted(abs(r["predicted"] / r["measured"] - 1) for r in rows)
+    within = sum(e <= 0.15 for e in errors)
+    middle, most = (f"{100 * e:.0f}%" for e in (errors[len(errors) // 2], errors[-1]))
+    lines.append(f"\n{within} of {len(rows)} within 15%; median {middle}, most {most}")
+    return "\n".join(lines) + "\n"
+
+
+def plot(rows: list[dict], file: str) -> None:
+    """Predicted over measured."""
+    figure, axis = plotting.pyplot().subplots(figsize=(5.5, 5), layout="constrained")
+    for method in dict.fromkeys(r["method"] for r in rows):
+        chosen = [r for r in rows if r["method"] == method]
+        axis.loglog([1e3 * r["measured"] for r in chosen], [1e3 * r["predicted"] for r in chosen], "o", label=method)
+    ends = [1e3 * f(r["measured"] for r in rows) for f in (min, max)]
+    axis.loglog(ends, ends, "k-", linewidth=0.8)
+    axis.fill_between(ends, [0.85 * e for e in ends], [1.15 * e for e in ends], color="k", alpha=0.1, label="15%")
+    axis.set_xlabel("measured, ms")
+    axis.set_ylabel("predicted, ms")
+    axis.legend()
+    figure.savefig(file, dpi=80)
+
+
+def main() -> None:
+    """Measures, predicts, writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", help="OUT.json, OUT.md and OUT.png are written")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1, 4], help="Gbit/s of the loopback")
+    parser.add_argument("--command", default="horovodrun --gloo", help="launcher, to which -np N PROGRAM is added")
+    parser.add_argument("--plot-only", action="store_true", help="draw OUT.json, measured before")
+    options = parser.parse_args()
+    out = options.out
+    if not options.plot_only:
+        rows = []
+        for ranks in options.ranks:
+            rows += compare(ranks, options.rates, options.command)
+            pathlib.Path(f"{out}.json").write_text(json.dumps(rows, indent=1) + "\n")
+            pathlib.Path(f"{out}.md").write_text(table(rows))
+    rows = json.loads(pathlib.Path(f"{out}.json").read_text())
+    print(table(rows))
+    try:
+        plot(rows, f"{out}.png")
+    except ImportError as error:
+        print(error)
+
+
+if __name__ == "__main__":
+    main()
