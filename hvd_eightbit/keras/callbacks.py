@@ -21,8 +21,8 @@ _BROADCAST_DTYPES = (
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     """Starts every rank from the root's state: model weights and optimizer variables (not compiled metrics or RNG seeds).
 
-    That happens before the first step where all ranks have their variables by then, as Keras 3 sees to; otherwise after
-    the first step, which is when they have.
+    Under Keras 3 that happens before the first step, unless the model is built by its first batch; in that case, and under
+    Keras 2, after the first step, as in Horovod: there are no variables to send before.
 
     Args:
         root_rank: the rank that sends.
@@ -41,7 +41,10 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
             raise ValueError(f"root_rank={self.root_rank!r}: the ranks are 0 to {hvd.size() - 1}")
         if self._done:
             return
-        ready = self.model.built and is_keras_3(self.model.optimizer) and self.model.optimizer.built
+        optimizer = self.model.optimizer
+        ready = self.model.built and is_keras_3(optimizer)
+        if ready and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
         # All at the same time: a rank that loaded a checkpoint may have variables that the others lack.
         if hvd.allreduce(tf.constant(float(ready)), op=hvd.Min, name="broadcast_ready").numpy() > 0:
             self._broadcast()
