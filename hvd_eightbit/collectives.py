@@ -91,7 +91,7 @@ def scaled_mean(
 
     Args:
         tensors: one or more of one dtype (float16, bfloat16, float32 or float64), of any shapes, equal on all ranks.
-        scale: float32 scalar.
+        scale: float32 scalar; the exchange starts when it is there.
         data_type, block_size: the codec.
         process_set: the ranks that take part; all must call.
         name: of the collectives, from `unique_name`.
@@ -107,7 +107,8 @@ def scaled_mean(
     @tf.custom_gradient
     def exchange(*tensors: tf.Tensor):
         messages = ops.pack(tensors, here.ranks, here.rank, data_type, block_size)
-        received = hvd.alltoall(messages, name=named("alltoall"), process_set=process_set)
+        with tf.control_dependencies([scale]):  # nothing leaves before the ranks are known to agree
+            received = hvd.alltoall(messages, name=named("alltoall"), process_set=process_set)
         mean = ops.reduce(received, tensors, here.rank, data_type, block_size)
         gathered = hvd.allgather(mean[tf.newaxis], name=named("allgather"), process_set=process_set)
         outputs = ops.unpack(gathered, tensors, scale, data_type, block_size)
@@ -165,9 +166,7 @@ def allreduce(
         return bucket if is_list else bucket[0]
     name = unique_name(bucket, "allreduce") if name is None else _normalize(name)
     mark = zlib.crc32(repr([fingerprint(t, data_type, block_size, name) for t in bucket]).encode())
-    reduced = hvd.allreduce(
-        ops.probe(here.rank, mark), op=op, name=name and f"{name}_probe", process_set=process_set
-    )
+    reduced = hvd.allreduce(ops.probe(here.rank, mark), op=op, name=name and f"{name}_probe", process_set=process_set)
     scale = ops.agreed_scale(reduced, here.ranks, mark, name or "tensors")
     outputs = scaled_mean(bucket, scale, data_type, block_size, process_set, name)
     return outputs if is_list else outputs[0]

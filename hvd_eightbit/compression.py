@@ -1,9 +1,9 @@
 """Horovod's Compressor interface: pass `compression=` to an unmodified Horovod program.
 
 Horovod calls `compress(tensor)`, reduces what that returned with the user's op and factors, and gives the result to
-`decompress`. Codes must not be summed, so `compress` only remembers the tensor and returns a probe of four numbers;
+`decompress`. Codes must not be summed, so `compress` only remembers the tensor and returns a probe, a few numbers;
 `decompress` learns from the reduced probe what was asked for, and whether all ranks agree, and then runs the 8-bit
-allreduce. The probe does not wait for the gradient: by the time that is there, the probe is usually back.
+allreduce.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ class _Group:
         if self._outputs is None:
             c = self._compressor
             name = collectives.unique_name(self._tensors, "exchange")
-            self._outputs = collectives.scaled_mean(
-                self._tensors, scale, c.data_type, c.block_size, c._ranks, name
-            )
+            self._outputs = collectives.scaled_mean(self._tensors, scale, c.data_type, c.block_size, c._ranks, name)
             self._tensors = []
         return self._outputs[index]
 
@@ -98,8 +96,9 @@ class EightBitCompressor:
     Args:
         data_type: "dynamic_tree" (default), "linear", "mantissa", "static_tree" or a DataType of your own.
         block_size: consecutive elements that share an absolute maximum, at least 16; None for one per tensor and chunk.
-        min_elements: smaller tensors are reduced by Horovod as they are: they cost more time than bytes.
-        exclude: regular expressions; a tensor whose name one of them matches (re.search) is reduced by Horovod as it is.
+        min_elements: smaller tensors are reduced by Horovod uncoded (float16 and bfloat16 in float32, since Horovod
+            has no bfloat16, and groups one dtype only): they cost time rather than bytes.
+        exclude: regular expressions; a tensor whose name one of them matches (re.search) is reduced by Horovod uncoded.
             Names are those in the graph, as `tensor.name` gives them; eager tensors have none.
         process_set: the hvd.ProcessSet that the collective runs in, if it is not the global one.
 
@@ -123,12 +122,16 @@ class EightBitCompressor:
         if isinstance(self.min_elements, bool) or not isinstance(self.min_elements, int) or self.min_elements < 0:
             raise ValueError(f"min_elements={self.min_elements!r}: expected an integer of 0 or more")
         if isinstance(self.exclude, str):
-            raise TypeError(f"exclude={self.exclude!r}: expected a sequence of regular expressions, such as ({self.exclude!r},)")
+            raise TypeError(
+                f"exclude={self.exclude!r}: expected a sequence of regular expressions, such as ({self.exclude!r},)"
+            )
         for pattern in self.exclude:
             try:
                 re.compile(pattern)
             except (re.error, TypeError) as error:
-                raise ValueError(f"exclude={self.exclude!r}: {pattern!r} is not a regular expression: {error}") from None
+                raise ValueError(
+                    f"exclude={self.exclude!r}: {pattern!r} is not a regular expression: {error}"
+                ) from None
         object.__setattr__(self, "exclude", tuple(self.exclude))
         if self.process_set is not None and not isinstance(self.process_set, hvd.ProcessSet):
             raise TypeError(f"process_set={self.process_set!r}: expected a hvd.ProcessSet, or None for all ranks")
@@ -138,9 +141,7 @@ class EightBitCompressor:
         return hvd.global_process_set if self.process_set is None else self.process_set
 
     def _passes_by(self, tensor: tf.Tensor) -> bool:
-        """Whether Horovod reduces the tensor as it is. The same on all ranks: it depends on nothing else."""
-        if tensor.dtype not in ops.DTYPES:
-            return True
+        """Whether Horovod reduces the tensor uncoded. The same on all ranks: it depends on nothing else."""
         elements = tensor.shape.num_elements()
         if elements is not None and elements < self.min_elements:
             return True
@@ -152,20 +153,27 @@ class EightBitCompressor:
         """Called by Horovod: (what it is to allreduce, what decompress needs)."""
         tensor = tf.convert_to_tensor(tensor)
         world = collectives.world(self._ranks)
-        if self._passes_by(tensor) or (isinstance(world.ranks, int) and world.ranks == 1):
+        if tensor.dtype not in ops.DTYPES or (isinstance(world.ranks, int) and world.ranks == 1):
             return tensor, None
+        # Horovod groups tensors of one dtype: probes and what passes by have the same.
+        wire_dtype = tf.float64 if tensor.dtype == tf.float64 else tf.float32
+        if self._passes_by(tensor):
+            return tf.cast(tensor, wire_dtype), tensor.dtype
         what = "a tensor" if tf.executing_eagerly() else tensor.name
         name = collectives.unique_name([tensor], "probe")
         fingerprint = collectives.fingerprint(tensor, self.data_type, self.block_size, name)
         group = _open_groups.get(self, tensor)
         context = _Context(group, group.add(tensor), world, fingerprint, what)
-        with tf.name_scope(name or "eightbit_probe"):
-            return ops.probe(world.rank, fingerprint), context
+        # Not before the tensor is there: the iterations of a loop must not overtake one another (names are taken once).
+        with tf.name_scope(name or "eightbit_probe"), tf.control_dependencies([tensor]):
+            return ops.probe(world.rank, fingerprint, wire_dtype), context
 
     def decompress(self, tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
         """Called by Horovod with the reduced probe and what compress gave: the reduced gradient."""
         if ctx is None:
             return tensor
+        if isinstance(ctx, tf.DType):
+            return tf.cast(tensor, ctx)
         if tensor.shape.rank is not None and not tensor.shape.is_compatible_with(ops.PROBE_SHAPE):
             raise ValueError(
                 f"8-bit compression of {ctx.what}: only an allreduce can be compressed; hvd.reducescatter and "

@@ -128,24 +128,25 @@ def dequantize(
     return library().eight_bit_dequantize(codes, absmax, values, T=dtype, block_size=_attribute(block_size))
 
 
-PROBE_SHAPE = (4,)
+PROBE_SHAPE = (25,)
 
 
-def probe(rank: tf.Tensor, fingerprint: int) -> tf.Tensor:
-    """What a compressor hands to Horovod's allreduce in place of a tensor: float64[4] (see tf_ops/agreement.h).
+def probe(rank: tf.Tensor, fingerprint: int, dtype: tf.DType = tf.float32) -> tf.Tensor:
+    """What a compressor hands to Horovod's allreduce in place of a tensor: a few numbers (see tf_ops/agreement.h).
 
     Args:
         rank: int32 scalar, within the process set.
         fingerprint: a hash of what all ranks must agree on; its lowest 20 bits count.
+        dtype: float32 or float64.
     """
-    return library().eight_bit_probe(rank, fingerprint=fingerprint % 2**20)
+    return library().eight_bit_probe(rank, T=dtype, fingerprint=fingerprint % 2**20)
 
 
 def agreed_scale(reduced: tf.Tensor, ranks: tf.Tensor, fingerprint: int, what: str) -> tf.Tensor:
     """The scalar by which the reduction of a probe multiplies the mean over ranks: float32.
 
     Args:
-        reduced: float64[4], the reduced probe.
+        reduced: the reduced probe.
         ranks: int32 scalar, the number of ranks in the process set.
         fingerprint: as given to `probe`.
         what: what an error is about.

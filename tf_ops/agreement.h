@@ -12,41 +12,48 @@
 
 namespace hvd_eightbit {
 
-constexpr int kProbe = 4;
-constexpr int64_t kFingerprints = 1 << 20;
-constexpr double kProbeTolerance = 1e-9;
+constexpr int kMarks = 4;
+constexpr int kFingerprintBits = 20;
+constexpr int kProbe = 1 + kMarks + kFingerprintBits;
+constexpr double kTolerance = 1e-5;  // far above float32's rounding, below the share of one rank in 10,000
 
 enum class Agreement { kYes, kNotASum, kSettingsDiffer };
 
-// An arbitrary number for each rank, far above all else in the probe, so that reductions that are not linear show.
-inline double RankMark(int64_t rank) {
-  uint64_t x = static_cast<uint64_t>(rank) * 0x9e3779b97f4a7c15u + 0x9e3779b97f4a7c15u;
+// Arbitrary numbers for each rank, so that a reduction that is not linear, or leaves ranks out, shows. From 512 to
+// 1023: sums are exact in float32, and they outweigh the rest, so that no two probes are alike for Adasum.
+inline int RankMark(int64_t rank, int mark) {
+  uint64_t x = static_cast<uint64_t>(rank * kMarks + mark + 1) * 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return static_cast<double>((1u << 29) + ((x ^ (x >> 31)) >> 35));
+  return 512 + static_cast<int>((x ^ (x >> 31)) % 512);
 }
 
-// fingerprint: a hash of the settings, in [0, kFingerprints).
-inline void FillProbe(int64_t rank, int64_t fingerprint, double* probe) {
-  const double c = static_cast<double>(fingerprint);
-  probe[0] = 1;
-  probe[1] = RankMark(rank);
-  probe[2] = c;
-  probe[3] = c * c / kFingerprints;
+inline int FingerprintBit(int64_t fingerprint, int bit) { return fingerprint >> bit & 1; }
+
+// probe: one, the rank's marks, the bits of the fingerprint (a hash of the settings).
+template <typename T>
+void FillProbe(int64_t rank, int64_t fingerprint, T* probe) {
+  *probe++ = 1;
+  for (int mark = 0; mark < kMarks; ++mark) *probe++ = RankMark(rank, mark);
+  for (int bit = 0; bit < kFingerprintBits; ++bit) *probe++ = FingerprintBit(fingerprint, bit);
 }
 
-inline bool IsNear(double a, double b) { return std::abs(a - b) <= kProbeTolerance * std::abs(b); }
-
-// Reads a reduced probe. `scale`: what the reduction multiplies the mean by (1 for an average, `ranks` for a sum).
-inline Agreement ReadProbe(const double* reduced, int64_t ranks, int64_t fingerprint, double* scale) {
-  double mean_mark = 0;
-  for (int64_t rank = 0; rank < ranks; ++rank) mean_mark += RankMark(rank) / ranks;
-  *scale = reduced[0];
-  if (!IsNear(reduced[1], *scale * mean_mark)) return Agreement::kNotASum;
-  // Equal fingerprints have zero variance: all ranks see the same, whichever of them differ.
-  const bool no_variance = IsNear(reduced[3] * *scale * kFingerprints, reduced[2] * reduced[2]);
-  const bool own = IsNear(reduced[2], *scale * fingerprint);
-  return no_variance && own ? Agreement::kYes : Agreement::kSettingsDiffer;
+// Reads a reduced probe. scale: what the reduction multiplies the mean by (1 for an average, `ranks` for a sum).
+template <typename T>
+Agreement ReadProbe(const T* reduced, int64_t ranks, int64_t fingerprint, double* scale) {
+  *scale = *reduced++;
+  for (int mark = 0; mark < kMarks; ++mark) {
+    double mean = 0;
+    for (int64_t rank = 0; rank < ranks; ++rank) mean += RankMark(rank, mark) / static_cast<double>(ranks);
+    const double difference = *reduced++ - *scale * mean;
+    if (!(std::abs(difference) <= kTolerance * std::abs(*scale) * mean)) return Agreement::kNotASum;
+  }
+  // Where fingerprints differ, some bit is neither scale nor 0 for any rank: all of them see it.
+  for (int bit = 0; bit < kFingerprintBits; ++bit) {
+    const double difference = *reduced++ - *scale * FingerprintBit(fingerprint, bit);
+    if (!(std::abs(difference) <= kTolerance * std::abs(*scale))) return Agreement::kSettingsDiffer;
+  }
+  return Agreement::kYes;
 }
 
 }  // namespace hvd_eightbit

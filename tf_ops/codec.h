@@ -20,7 +20,8 @@ namespace hvd_eightbit {
 constexpr int kCodes = 256;
 constexpr int kMidpoints = kCodes - 1;
 
-// 1 / absmax is infinite for the smallest numbers: below kSmall, absmax and elements are raised by kRaise first (exact).
+// 1 / absmax is infinite for the smallest numbers: below kSmall, absmax and elements are raised by kRaise first
+// (exact).
 constexpr float kSmall = 0x1p-100f;
 constexpr float kRaise = 0x1p100f;
 

@@ -240,8 +240,8 @@ Table::Table(const float* values) {
   for (int i = 0; i < kMidpoints; ++i) midpoints_[i] = Midpoint(values_, i);
   zero_code_ = Encode(midpoints_, 0.0f);
 
-  // borders_[j] is a midpoint, border_codes_[j] the code of what lies above j borders. Midpoints that are equal (between
-  // equal values) are one border.
+  // borders_[j] is a midpoint, border_codes_[j] the code of what lies above j borders. Midpoints that are equal
+  // (between equal values) are one border.
   int borders = 0;
   border_codes_[0] = 0;
   for (int i = 0; i < kMidpoints; ++i) {
@@ -350,13 +350,13 @@ void Unpack(const Table& table, const Layout& layout, const uint8_t* gathered, f
   DecodeTiles(table, Tiles(std::move(runs), layout.block_size), parallel_for, gathered, gathered, scale, tensors);
 }
 
-#define EIGHTBIT_INSTANTIATE(T)                                                                                       \
-  template void Quantize(const Table&, const T*, int64_t, int64_t, uint8_t*, float*, const ParallelFor&);             \
-  template void Dequantize(const Table&, const uint8_t*, const float*, int64_t, int64_t, T*, const ParallelFor&);     \
-  template void Pack(const Table&, const Layout&, const std::vector<const T*>&, int64_t, uint8_t*,                    \
-                     const ParallelFor&);                                                                             \
-  template void Reduce(const Table&, const Layout&, const std::vector<const T*>&, int64_t, const uint8_t*, uint8_t*,  \
-                       const ParallelFor&);                                                                           \
+#define EIGHTBIT_INSTANTIATE(T)                                                                                      \
+  template void Quantize(const Table&, const T*, int64_t, int64_t, uint8_t*, float*, const ParallelFor&);            \
+  template void Dequantize(const Table&, const uint8_t*, const float*, int64_t, int64_t, T*, const ParallelFor&);    \
+  template void Pack(const Table&, const Layout&, const std::vector<const T*>&, int64_t, uint8_t*,                   \
+                     const ParallelFor&);                                                                            \
+  template void Reduce(const Table&, const Layout&, const std::vector<const T*>&, int64_t, const uint8_t*, uint8_t*, \
+                       const ParallelFor&);                                                                          \
   template void Unpack(const Table&, const Layout&, const uint8_t*, float, const std::vector<T*>&, const ParallelFor&);
 
 EIGHTBIT_INSTANTIATE(Eigen::half)

@@ -38,9 +38,9 @@ class Table {
 
   float values_[kCodes];
   float midpoints_[kMidpoints];
-  float borders_[kMidpoints + 1];      // the midpoints that differ, and infinity
-  uint8_t border_codes_[kCodes];       // the code above that many borders
-  uint8_t first_border_[kBuckets];     // borders below all of the bucket's numbers
+  float borders_[kMidpoints + 1];   // the midpoints that differ, and infinity
+  uint8_t border_codes_[kCodes];    // the code above that many borders
+  uint8_t first_border_[kBuckets];  // borders below all of the bucket's numbers
   int max_borders_in_bucket_;
   uint8_t zero_code_;
 };

@@ -47,8 +47,8 @@ std::vector<const T*> DataOf(const OpInputList& tensors) {
   return data;
 }
 
-// The scalar integer input of that name, at least `least` and below `limit`; -1, with the context's status set, if it is
-// not.
+// The scalar integer input of that name, at least `least` and below `limit`; -1, with the context's status set, if it
+// is not.
 int64_t GetInteger(OpKernelContext* context, const char* name, int64_t least, int64_t limit) {
   const Tensor* value;
   tensorflow::Status status = context->input(name, &value);
@@ -98,9 +98,10 @@ class CodecKernel : public OpKernel {
     if (messages.dims() == 2 && messages.dim_size(0) > 0) {
       const Layout layout(sizes, messages.dim_size(0), block_size_);
       if (messages.dim_size(1) == layout.chunk_bytes) return true;
-      context->CtxFailure(errors::InvalidArgument(
-          name, " has ", messages.dim_size(1), " bytes a rank; for these tensors, block_size=", block_size_, " and ",
-          layout.ranks, " ranks a message has ", layout.chunk_bytes, ": do all ranks use the same shapes and settings?"));
+      context->CtxFailure(errors::InvalidArgument(name, " has ", messages.dim_size(1),
+                                                  " bytes a rank; for these tensors, block_size=", block_size_, " and ",
+                                                  layout.ranks, " ranks a message has ", layout.chunk_bytes,
+                                                  ": do all ranks use the same shapes and settings?"));
       return false;
     }
     context->CtxFailure(errors::InvalidArgument(name, " has shape ", messages.shape().DebugString(),
@@ -126,8 +127,7 @@ class QuantizeKernel : public CodecKernel {
     const Tensor& x = context->input(0);
     Tensor *codes, *absmax;
     OP_REQUIRES_OK(context, context->allocate_output(0, x.shape(), &codes));
-    OP_REQUIRES_OK(context,
-                   context->allocate_output(1, TensorShape({Blocks(x.NumElements(), block_size_)}), &absmax));
+    OP_REQUIRES_OK(context, context->allocate_output(1, TensorShape({Blocks(x.NumElements(), block_size_)}), &absmax));
     cpu::Quantize(*table, x.flat<T>().data(), x.NumElements(), block_size_, Bytes(codes), absmax->flat<float>().data(),
                   ThreadPoolOf(context));
   }
@@ -226,6 +226,7 @@ class UnpackKernel : public CodecKernel {
   }
 };
 
+template <typename T>
 class ProbeKernel : public OpKernel {
  public:
   explicit ProbeKernel(OpKernelConstruction* context) : OpKernel(context) {
@@ -237,13 +238,14 @@ class ProbeKernel : public OpKernel {
     if (rank < 0) return;
     Tensor* probe;
     OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({kProbe}), &probe));
-    FillProbe(rank, fingerprint_, probe->flat<double>().data());
+    FillProbe(rank, fingerprint_, probe->flat<T>().data());
   }
 
  private:
   int64_t fingerprint_;
 };
 
+template <typename T>
 class AgreedScaleKernel : public OpKernel {
  public:
   explicit AgreedScaleKernel(OpKernelConstruction* context) : OpKernel(context) {
@@ -260,7 +262,7 @@ class AgreedScaleKernel : public OpKernel {
     const int64_t ranks = GetInteger(context, "ranks", 1, kMaxRanks);
     if (ranks < 0) return;
     double scale;
-    const Agreement agreement = ReadProbe(reduced.flat<double>().data(), ranks, fingerprint_, &scale);
+    const Agreement agreement = ReadProbe(reduced.flat<T>().data(), ranks, fingerprint_, &scale);
     OP_REQUIRES(context, agreement != Agreement::kNotASum,
                 errors::InvalidArgument(
                     "8-bit compression of ", what_, ": the reduction was not a sum or an average over the ", ranks,
@@ -281,19 +283,24 @@ class AgreedScaleKernel : public OpKernel {
   std::string what_;
 };
 
-REGISTER_KERNEL_BUILDER(Name("EightBitProbe").Device(tensorflow::DEVICE_CPU), ProbeKernel);
-REGISTER_KERNEL_BUILDER(Name("EightBitAgreedScale").Device(tensorflow::DEVICE_CPU), AgreedScaleKernel);
+#define EIGHTBIT_REGISTER_AGREEMENT(T)                                                                       \
+  REGISTER_KERNEL_BUILDER(Name("EightBitProbe").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"),       \
+                          ProbeKernel<T>);                                                                   \
+  REGISTER_KERNEL_BUILDER(Name("EightBitAgreedScale").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"), \
+                          AgreedScaleKernel<T>);
 
-#define EIGHTBIT_REGISTER(T)                                                                                      \
-  REGISTER_KERNEL_BUILDER(                                                                                        \
-      Name("EightBitQuantize").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"), QuantizeKernel<T>);         \
-  REGISTER_KERNEL_BUILDER(                                                                                        \
-      Name("EightBitDequantize").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"), DequantizeKernel<T>);     \
-  REGISTER_KERNEL_BUILDER(Name("EightBitPack").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"),             \
-                          PackKernel<T>);                                                                         \
-  REGISTER_KERNEL_BUILDER(Name("EightBitReduce").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"),           \
-                          ReduceKernel<T>);                                                                       \
-  REGISTER_KERNEL_BUILDER(Name("EightBitUnpack").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"),           \
+EIGHTBIT_REGISTER_AGREEMENT(float)
+EIGHTBIT_REGISTER_AGREEMENT(double)
+
+#define EIGHTBIT_REGISTER(T)                                                                                          \
+  REGISTER_KERNEL_BUILDER(Name("EightBitQuantize").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"),             \
+                          QuantizeKernel<T>);                                                                         \
+  REGISTER_KERNEL_BUILDER(Name("EightBitDequantize").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"),           \
+                          DequantizeKernel<T>);                                                                       \
+  REGISTER_KERNEL_BUILDER(Name("EightBitPack").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"), PackKernel<T>); \
+  REGISTER_KERNEL_BUILDER(Name("EightBitReduce").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"),               \
+                          ReduceKernel<T>);                                                                           \
+  REGISTER_KERNEL_BUILDER(Name("EightBitUnpack").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"),               \
                           UnpackKernel<T>);
 
 EIGHTBIT_REGISTER(Eigen::half)

@@ -1,5 +1,7 @@
 // Op definitions and shape functions. What they compute is defined by hvd_eightbit/reference.py.
 
+#include "agreement.h"
+#include "codec.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -22,7 +24,7 @@ Status CheckValues(InferenceContext* c, int input) {
   ShapeHandle values;
   EIGHTBIT_RETURN_IF_ERROR(c->WithRank(c->input(input), 1, &values));
   DimensionHandle codes;
-  return c->WithValue(c->Dim(values, 0), 256, &codes);
+  return c->WithValue(c->Dim(values, 0), kCodes, &codes);
 }
 
 }  // namespace
@@ -112,18 +114,20 @@ REGISTER_OP("EightBitUnpack")
 // Stateful, so that it is neither folded into a constant nor merged with another: what follows it talks to other ranks.
 REGISTER_OP("EightBitProbe")
     .Input("rank: int32")
-    .Output("probe: double")
+    .Output("probe: T")
+    .Attr("T: {float, double}")
     .Attr("fingerprint: int")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
-      c->set_output(0, c->Vector(4));
+      c->set_output(0, c->Vector(kProbe));
       return Status();
     });
 
 REGISTER_OP("EightBitAgreedScale")
-    .Input("reduced: double")
+    .Input("reduced: T")
     .Input("ranks: int32")
     .Output("scale: float")
+    .Attr("T: {float, double}")
     .Attr("fingerprint: int")
     .Attr("what: string")
     .SetIsStateful()

@@ -1,0 +1,96 @@
+# Sets up everything from nothing in a virtual environment, then runs the demo or the tests. `make help` lists targets.
+
+PYTHON ?= python3
+VENV ?= .venv
+TF ?= 2.18.1
+HOROVOD := 0.28.1
+
+MINOR := $(word 1,$(subst ., ,$(TF))).$(word 2,$(subst ., ,$(TF)))
+BIN := $(VENV)/bin
+LOG := $(VENV)/setup.log
+# Other settings, another environment: a stamp of one must not stand for another.
+STAMP := $(VENV)/.stamp-tf$(TF)
+export PATH := $(abspath $(BIN)):$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# tensorflow-cpu exists for x86-64 only; elsewhere the package tensorflow is without CUDA.
+TF_PACKAGE := $(if $(filter x86_64,$(shell uname -m)),tensorflow-cpu,tensorflow)
+# TensorFlow 2.15 brings Keras 2 itself; later ones Keras 3, and Keras 2 as tf_keras.
+TF_KERAS := $(if $(filter 2.15,$(MINOR)),,tf-keras==$(MINOR).*)
+# Horovod takes MPI in where it can be built and run, and always its embedded Gloo.
+HAVE_MPI := $(shell command -v mpirun >/dev/null && command -v mpicxx >/dev/null && echo 1)
+HOROVOD_FLAGS := HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 \
+	$(if $(HAVE_MPI),HOROVOD_WITH_MPI=1,HOROVOD_WITHOUT_MPI=1)
+
+# $(call step,what it does,command): one line on the screen, the noise in the log, its end on the screen if it fails.
+define step
+	@echo "== $(1)"
+	@( $(2) ) >>$(LOG) 2>&1 || { echo "FAILED: $(1). The end of $(LOG):"; tail -n 30 $(LOG); exit 1; }
+endef
+
+.PHONY: help demo test lint format clean check
+help:
+	@echo "make demo     set up everything, then train on two ranks, float32 against 8 bits"
+	@echo "make test     set up everything, then run the tests"
+	@echo "make lint     check the style of Python (ruff) and C++ (clang-format)"
+	@echo "make format   apply it"
+	@echo "make clean    remove the environment and what was built"
+	@echo "Settings: PYTHON=$(PYTHON) VENV=$(VENV) TF=$(TF)"
+
+demo: $(STAMP)-demo
+	horovodrun -np 2 --gloo python examples/train.py --compare none dynamic_tree
+
+test: $(STAMP)-test
+	python -m pytest
+
+lint: $(STAMP)-tools
+	ruff check .
+	ruff format --check .
+	clang-format --dry-run -Werror $(wildcard tf_ops/*.h tf_ops/*.cc tf_ops/*.cu)
+
+format: $(STAMP)-tools
+	ruff check --fix-only .
+	ruff format .
+	clang-format -i $(wildcard tf_ops/*.h tf_ops/*.cc tf_ops/*.cu)
+
+clean:
+	rm -rf $(VENV) build *.egg-info hvd_eightbit/_tf_ops.so hvd_eightbit/_build.json
+
+check:
+	@sh scripts/check-system "$(PYTHON)"
+
+$(STAMP)-python:
+	@sh scripts/check-system "$(PYTHON)"
+	@rm -rf $(VENV)
+	@echo "== virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	$(call step,pip and build tools,python -m pip install --upgrade pip "setuptools<81" wheel "cmake<4")
+	@touch $@
+
+$(STAMP)-tensorflow: $(STAMP)-python
+	$(call step,TensorFlow $(TF) for CPU,pip install $(TF_PACKAGE)==$(TF) \
+		$(if $(TF_KERAS),&& pip install --no-deps "$(TF_KERAS)"))
+	@touch $@
+
+$(STAMP)-horovod: $(STAMP)-tensorflow
+	$(call step,Horovod $(HOROVOD) with Gloo$(if $(HAVE_MPI), and MPI) (about 2 minutes), \
+		pip install packaging cloudpickle psutil pyyaml cffi && \
+		$(HOROVOD_FLAGS) pip install --no-build-isolation --no-cache-dir horovod==$(HOROVOD))
+	@touch $@
+
+# Editable: the Python files are those of the checkout, and only the op is built.
+$(STAMP)-package: $(STAMP)-horovod setup.py pyproject.toml $(wildcard tf_ops/*)
+	$(call step,hvd_eightbit and its op,pip install --no-build-isolation -e .)
+	@touch $@
+
+$(STAMP)-demo: $(STAMP)-package
+	$(call step,scikit-learn for its images,pip install --no-build-isolation -e ".[demo]")
+	@touch $@
+
+$(STAMP)-test: $(STAMP)-package
+	$(call step,pytest and what the tests need,pip install --no-build-isolation -e ".[test]")
+	@touch $@
+
+$(STAMP)-tools: $(STAMP)-python pyproject.toml
+	$(call step,ruff and clang-format,pip install $$(sed -n 's/.*\("ruff==[^"]*"\), \("clang-format==[^"]*"\).*/\1 \2/p' pyproject.toml))
+	@touch $@
