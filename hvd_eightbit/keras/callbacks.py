@@ -1,4 +1,4 @@
-"""Callbacks for data-parallel training, for Keras 3 and Keras 2: those of Horovod in meaning, and a check that ranks agree."""
+"""Callbacks for data-parallel training with Keras 3 or 2: Horovod's in meaning, and a check that ranks agree."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ _BROADCAST_DTYPES = (
 
 
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
-    """Starts every rank from the root's state: model weights and optimizer variables (not compiled metrics or RNG seeds).
+    """Starts every rank from the root's state: model weights and optimizer variables, not metrics or random seeds.
 
-    Under Keras 3 that happens before the first step, unless the model is built by its first batch; in that case, and under
-    Keras 2, after the first step, as in Horovod: there are no variables to send before.
+    Under Keras 3 that happens before the first step, unless the model is built by its first batch; in that case, and
+    under Keras 2, after the first step, as in Horovod: there are no variables to send before.
 
     Args:
         root_rank: the rank that sends.
 
     Raises:
         ValueError: if `root_rank` is not a rank.
+        RuntimeError: for Horovod's own DistributedOptimizer around a Keras 3 optimizer, as in RankAgreement.
     """
 
     def __init__(self, root_rank: int = 0):
@@ -39,6 +40,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     def on_train_begin(self, logs: dict | None = None) -> None:
         if not 0 <= self.root_rank < hvd.size():
             raise ValueError(f"root_rank={self.root_rank!r}: the ranks are 0 to {hvd.size() - 1}")
+        _refuse_horovods_wrapper(self.model.optimizer)
         if self._done:
             return
         optimizer = self.model.optimizer
@@ -76,7 +78,7 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
         names = sorted(logs)
         values = tf.constant([float(logs[name]) for name in names], tf.float64)
         means = hvd.allreduce(values, op=hvd.Average, name="metric_average").numpy()
-        logs.update(zip(names, means.tolist(), strict=True))
+        logs.update(zip(names, means.tolist()))
 
 
 class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
@@ -91,9 +93,9 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         end_epoch: the first epoch in which it is no longer set (default: never).
         staircase: set it at the first batch of an epoch, with that epoch's number; otherwise at every batch, with
             `epoch + batch / steps_per_epoch`.
-        momentum_correction: for optimizers with `momentum` (SGD, RMSprop), whose velocity has past learning rates in it:
-            scale the velocity by new rate / old rate whenever the rate changes (Goyal et al. 2017, section 3.1, "momentum
-            correction").
+        momentum_correction: for optimizers with `momentum` (SGD, RMSprop), whose velocity has past learning rates in
+            it: scale the velocity by new rate / old rate whenever the rate changes (Goyal et al. 2017, arXiv
+            1706.02677, section 3, "momentum correction").
         steps_per_epoch: batches in an epoch (default: as Keras tells).
 
     Raises:
@@ -133,7 +135,8 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
                 raise ValueError(
-                    f"{type(self).__name__}: steps_per_epoch={self.steps_per_epoch!r} and Keras does not know it either: pass it"
+                    f"steps_per_epoch={self.steps_per_epoch!r}: {type(self).__name__} needs it, since Keras does not "
+                    "know it either"
                 )
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
@@ -157,8 +160,8 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
     def _set_rate(self, epoch: float) -> None:
         old, new = self._rate(), self.initial_lr * self.multiplier(epoch)
         self.model.optimizer.learning_rate = new
-        # Scaling the velocity once is what Horovod does to the momentum during one batch; Keras compiles momentum into the
-        # training step, where a callback cannot change it.
+        # To scale the velocity once is to scale the momentum during one batch, as Horovod does; Keras compiles the
+        # momentum into the training step, where a callback cannot change it.
         if self.momentum_correction and old > 0 and new != old:
             optimizer = _innermost(self.model.optimizer)
             if getattr(optimizer, "momentum", None):
@@ -167,10 +170,10 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from `initial_lr / hvd.size()` to `initial_lr` over the first epochs, a little each batch.
+    """Raises the learning rate from `initial_lr / hvd.size()` to `initial_lr` over the first epochs, batch by batch.
 
-    `lr = initial_lr / size * (epoch * (size - 1) / warmup_epochs + 1)`, as in Goyal et al. 2017 (arXiv 1706.02677),
-    section 2.2, "gradual warmup".
+    `lr = initial_lr / size * (epoch * (size - 1) / warmup_epochs + 1)`: "gradual warmup" of Goyal et al. 2017 (arXiv
+    1706.02677), section 2.2.
 
     Args:
         initial_lr: the learning rate to arrive at.
@@ -240,9 +243,7 @@ class RankAgreement(tf.keras.callbacks.Callback):
         self._batches = 0
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        optimizer = self.model.optimizer
-        if hvd.size() > 1 and is_keras_3(optimizer) and is_wrapped_by_horovod(optimizer):
-            raise RuntimeError(f"RankAgreement: {_STOCK_WRAPPER}")
+        _refuse_horovods_wrapper(self.model.optimizer)
         self._batches = self._next = 0
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
@@ -272,27 +273,23 @@ class RankAgreement(tf.keras.callbacks.Callback):
             raise RuntimeError(f"RankAgreement: {when}, {difference}. {_likely_cause(self.model.optimizer)}")
 
 
-_STOCK_WRAPPER = (
-    "the optimizer was wrapped by Horovod's own DistributedOptimizer, which does not average gradients under Keras 3. Use "
-    "hvd_eightbit.keras.DistributedOptimizer instead"
-)
+def _refuse_horovods_wrapper(optimizer: Any) -> None:
+    if hvd.size() > 1 and is_keras_3(optimizer) and is_wrapped_by_horovod(optimizer):
+        raise RuntimeError(
+            "The optimizer was wrapped by Horovod's own DistributedOptimizer, which does not average gradients under "
+            "Keras 3: use hvd_eightbit.keras.DistributedOptimizer"
+        )
 
 
 def _likely_cause(optimizer: Any) -> str:
-    if is_distributed(optimizer):
+    if is_distributed(optimizer) or is_wrapped_by_horovod(optimizer):
         return (
-            "Gradients are averaged; look for what is not: initial weights (BroadcastGlobalVariablesCallback), ranks with "
-            "different numbers of batches, weights or learning rates that were set on one rank"
-        )
-    if is_wrapped_by_horovod(optimizer):
-        return (
-            f"{_STOCK_WRAPPER[0].upper()}{_STOCK_WRAPPER[1:]}"
-            if is_keras_3(optimizer)
-            else "Gradients are averaged by Horovod; look at the initial weights (BroadcastGlobalVariablesCallback)"
+            "Gradients are averaged; look for what is not: initial weights (BroadcastGlobalVariablesCallback), ranks "
+            "with different numbers of batches, weights or learning rates that were set on one rank"
         )
     return (
-        "The optimizer is not distributed, so nobody averages gradients unless the training step does so itself: wrap it in "
-        "hvd_eightbit.keras.DistributedOptimizer"
+        "The optimizer is not distributed, so nobody averages gradients unless the training step does so itself: wrap "
+        "it in hvd_eightbit.keras.DistributedOptimizer"
     )
 
 

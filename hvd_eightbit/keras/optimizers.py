@@ -1,20 +1,19 @@
-"""DistributedOptimizer for Keras 3: gradients are reduced over the ranks in `apply`, which every training loop calls."""
+"""DistributedOptimizer for Keras 3: gradients are reduced over the ranks in `apply`, which all training loops call."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Union
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-Gradient = tf.Tensor | tf.IndexedSlices
+Gradient = Union["tf.Tensor", "tf.IndexedSlices"]
 
 
 def DistributedOptimizer(
@@ -31,18 +30,19 @@ def DistributedOptimizer(
 ) -> Any:
     """Makes a Keras optimizer reduce its gradients over all ranks before it applies them.
 
-    Keras 3: `optimizer` itself is changed and returned. It keeps all it has (state, learning rate, `exclude_from_weight_decay`)
-    and stays an instance of its class. Gradients are reduced once for each call of `apply` or `apply_gradients`, in
-    `model.fit`, `train_on_batch` and custom loops alike; loss unscaling, clipping, weight decay, EMA and Keras's own
-    `gradient_accumulation_steps` come after that, on the reduced gradients. Saved models hold the plain optimizer: they
-    load without this package, and the loaded `model.optimizer` can be given to this function again.
+    Keras 3: `optimizer` itself is changed and returned. It keeps all it has, such as state, learning rate and variables
+    excluded from weight decay, and stays an instance of its class. Gradients are reduced once for each call of `apply`
+    or `apply_gradients`, in `model.fit`, `train_on_batch` and custom loops alike; unscaling of the loss, clipping,
+    weight decay, EMA and Keras's own `gradient_accumulation_steps` come after that, on the reduced gradients. Saved
+    models hold the plain optimizer: they load without this package, and the loaded `model.optimizer` can be given to
+    this function again.
 
     Mixed precision: give it a `LossScaleOptimizer`, or give it to one (as `model.compile` does under "mixed_float16").
-    Either way an overflow on one rank skips the step on all of them, and the dynamic scale stays equal. In the first case
-    scaled gradients are reduced, which suits hvd.Compression.fp16; in the second unscaled ones, after the ranks have told
-    each other in one scalar allreduce whether all gradients are finite.
+    Either way an overflow on one rank skips the step on all of them, and the dynamic scale stays equal. In the first
+    case scaled gradients are reduced, which suits hvd.Compression.fp16; in the second unscaled ones, after the ranks
+    have told each other in one scalar allreduce whether all gradients are finite.
 
-    Keras 2 (`tf_keras`, or tf.keras up to TensorFlow 2.15): hands over to horovod.tensorflow.keras.DistributedOptimizer.
+    Keras 2 (`tf_keras`, or tf.keras of TensorFlow 2.15): hands over to horovod.tensorflow.keras.DistributedOptimizer.
 
     Embedding gradients (tf.IndexedSlices) are gathered by Horovod, indices and values exact and uncompressed;
     `sparse_as_dense=True` makes them dense, so that they go through `compression`. Gradients in bfloat16, which Horovod
@@ -53,8 +53,8 @@ def DistributedOptimizer(
         compression: an object with Horovod's compress and decompress: `eightbit.Compression.dynamic_tree`,
             `hvd.Compression.fp16`, or None for none.
         op: hvd.Average (default) or hvd.Sum.
-        num_groups: gradients are reduced in that many groups (hvd.grouped_allreduce), each when all of its gradients are
-            there; None: each gradient by itself, as soon as it is there.
+        num_groups: gradients are reduced in that many groups (hvd.grouped_allreduce), each when all of its gradients
+            are there; None: each gradient by itself, as soon as it is there.
         backward_passes_per_step: calls of `apply` whose gradients are added up locally before they are reduced and
             applied. Weights change, and bytes cross the wire, in one call of so many. As with Keras's own accumulation,
             learning-rate schedules count calls and `optimizer.iterations` counts updates.
@@ -90,8 +90,8 @@ def DistributedOptimizer(
 
     if keras.backend.backend() != "tensorflow":
         raise RuntimeError(
-            f"Keras runs on {keras.backend.backend()!r}; Horovod's collectives need TensorFlow: set KERAS_BACKEND=tensorflow "
-            "before Keras is imported"
+            f"Keras runs on {keras.backend.backend()!r}; Horovod's collectives need TensorFlow: set "
+            "KERAS_BACKEND=tensorflow before Keras is imported"
         )
     if options.passes > 1:
         _check_accumulation(optimizer, options.passes)
@@ -115,7 +115,7 @@ def is_keras_2(optimizer: Any) -> bool:
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Whether DistributedOptimizer has been here (Keras 3), directly or inside a LossScaleOptimizer or MultiOptimizer."""
+    """Whether DistributedOptimizer changed this Keras 3 optimizer, or one that it delegates to."""
     return isinstance(optimizer, _Distributed) or any(map(is_distributed, _inner_optimizers(optimizer)))
 
 
@@ -156,6 +156,11 @@ class _Options:
             raise ValueError(f"gradient_predivide_factor={predivide!r} has a meaning with op=hvd.Average only")
         if process_set is not None and not isinstance(process_set, hvd.ProcessSet):
             raise TypeError(f"process_set={process_set!r}: expected a hvd.ProcessSet, or None for all ranks")
+        if process_set is not None and process_set.process_set_id is None:
+            raise ValueError(
+                f"process_set={process_set} is not registered: give it to hvd.init(process_sets=[...]), or call "
+                "hvd.add_process_set(...)"
+            )
         self.compression = hvd.Compression.none if compression is None else compression
         self.op = op
         self.num_groups = num_groups or None
@@ -176,21 +181,22 @@ def _check_optimizer(optimizer: Any) -> None:
         raise TypeError(f"optimizer={optimizer!r}: expected an instance of keras.optimizers.Optimizer")
     if is_distributed(optimizer) or is_wrapped_by_horovod(optimizer):
         raise ValueError(
-            f"optimizer={optimizer!r} is already distributed: its gradients would be reduced twice. Wrap the plain optimizer, "
-            "once"
+            f"optimizer={optimizer!r} is already distributed: its gradients would be reduced twice. Give the plain "
+            "optimizer, once"
         )
 
 
 def _check_accumulation(optimizer: Any, passes: int) -> None:
     if _inner_optimizers(optimizer):
         raise ValueError(
-            f"backward_passes_per_step={passes} with {type(optimizer).__name__}, which delegates to another optimizer: wrap "
-            "that one, as in LossScaleOptimizer(DistributedOptimizer(optimizer, backward_passes_per_step=...))"
+            f"backward_passes_per_step={passes} with {type(optimizer).__name__}, which delegates to another optimizer: "
+            "wrap that one, as in LossScaleOptimizer(DistributedOptimizer(optimizer, backward_passes_per_step=...))"
         )
     if optimizer.gradient_accumulation_steps:
         raise ValueError(
             f"backward_passes_per_step={passes} with an optimizer that has gradient_accumulation_steps="
-            f"{optimizer.gradient_accumulation_steps}: use one of them; the first reduces once an update, the second every time"
+            f"{optimizer.gradient_accumulation_steps}: use one of them; the first reduces once an update, the second "
+            "every time"
         )
 
 
@@ -231,7 +237,7 @@ class _Reducer:
         if present and self._ranks_exchange():
             reduce = self._reduce_in_graph if tf.executing_eagerly() else self._reduce
             reduced = reduce([grads[i] for i in present], tuple(_name_of(variables[i]) for i in present))
-            for i, grad in zip(present, reduced, strict=True):
+            for i, grad in zip(present, reduced):
                 result[i] = grad
         return result
 
@@ -248,14 +254,14 @@ class _Reducer:
         with tf.init_scope():
             if self._passes_done is None:
                 self._passes_done = tf.Variable(0, dtype=tf.int64, trainable=False)
-            for grad, variable in zip(grads, variables, strict=True):
+            for grad, variable in zip(grads, variables):
                 if grad is not None and _key(variable) not in self._sums:
                     self._sums[_key(variable)] = tf.Variable(tf.zeros(variable.shape, grad.dtype), trainable=False)
-        for grad, variable in zip(grads, variables, strict=True):
+        for grad, variable in zip(grads, variables):
             if isinstance(grad, tf.IndexedSlices) and not self.options.sparse_as_dense:
                 raise ValueError(
-                    f"backward_passes_per_step={self.options.passes}: the gradient of {_name_of(variable)} is sparse and cannot "
-                    "be added up so; pass sparse_as_dense=True"
+                    f"backward_passes_per_step={self.options.passes}: the gradient of {_name_of(variable)} is sparse "
+                    "and cannot be added up so; pass sparse_as_dense=True"
                 )
             if grad is not None:
                 self._sums[_key(variable)].assign_add(tf.convert_to_tensor(grad))
@@ -282,8 +288,8 @@ class _Reducer:
             return False
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise RuntimeError(
-                "XLA cannot compile Horovod's collectives: pass jit_compile=False to model.compile (Keras 3 turns XLA on by "
-                "itself where it sees a GPU), or leave jit_compile out of your tf.function"
+                "XLA cannot compile Horovod's collectives: pass jit_compile=False to model.compile (Keras 3 turns XLA "
+                "on by itself where it sees a GPU), or leave jit_compile out of your tf.function"
             )
         return True
 
@@ -301,7 +307,7 @@ class _Reducer:
                 # The identity carries the variable's name, for compressors that choose by name.
                 tensors = [tf.identity(_widened(grads[i]), name=f"{names[i]}/gradient") for i in group]
                 name = f"{names[group[0]]}/allreduce" if len(group) == 1 else f"group_{number}"
-                for i, tensor in zip(group, self._reduce_group(tensors, name), strict=True):
+                for i, tensor in zip(group, self._reduce_group(tensors, name)):
                     reduced[i] = tf.cast(tensor, grads[i].dtype)
         return reduced
 
@@ -322,7 +328,7 @@ class _Reducer:
             results = hvd.grouped_allreduce(
                 [tensors[i] for i in members], name=name if len(dtypes) == 1 else f"{name}_{dtype.name}", **settings
             )
-            for i, result in zip(members, results, strict=True):
+            for i, result in zip(members, results):
                 reduced[i] = result
         return reduced
 
@@ -337,6 +343,7 @@ class _Distributed:
 
     _horovod: _Reducer
 
+    @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None = None) -> None:
         """Reduces the gradients over the ranks, then applies them as the optimizer's class does."""
         apply, reducer = super().apply, self._horovod
@@ -416,4 +423,4 @@ def _split(items: Sequence[int], groups: int | None) -> list[Sequence[int]]:
     """Cuts a sequence into so many consecutive parts of nearly equal length; None: into single items."""
     groups = len(items) if groups is None else min(groups, len(items))
     bounds = [len(items) * i // groups for i in range(groups + 1)] if groups else []
-    return [items[a:b] for a, b in itertools.pairwise(bounds)]
+    return [items[a:b] for a, b in zip(bounds, bounds[1:])]

