@@ -96,7 +96,7 @@ def DistributedOptimizer(
     if options.passes > 1:
         _check_accumulation(optimizer, options.passes)
     _let_loss_scaling_agree()
-    optimizer.__class__ = _distributed_class(type(optimizer))
+    optimizer.__class__ = _distributed_class(type(optimizer), options.passes > 1)
     optimizer._horovod = _Reducer(options)
     return optimizer
 
@@ -192,6 +192,8 @@ def _check_accumulation(optimizer: Any, passes: int) -> None:
             f"backward_passes_per_step={passes} with {type(optimizer).__name__}, which delegates to another optimizer: "
             "wrap that one, as in LossScaleOptimizer(DistributedOptimizer(optimizer, backward_passes_per_step=...))"
         )
+    if not hasattr(optimizer, "_iterations"):
+        raise ValueError(f"backward_passes_per_step={passes} needs Keras 3.5 or later; this is {keras.__version__}")
     if optimizer.gradient_accumulation_steps:
         raise ValueError(
             f"backward_passes_per_step={passes} with an optimizer that has gradient_accumulation_steps="
@@ -265,7 +267,7 @@ class _Reducer:
                 )
             if grad is not None:
                 self._sums[_key(variable)].assign_add(tf.convert_to_tensor(grad))
-        return self._passes_done.assign_add(1) % self.options.passes == 0
+        return tf.equal(self._passes_done.assign_add(1) % self.options.passes, 0)
 
     def take_sums(self, variables: Sequence[Any]) -> list[tf.Tensor | None]:
         """The local sums, which start again at zero."""
@@ -346,41 +348,52 @@ class _Distributed:
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None = None) -> None:
         """Reduces the gradients over the ranks, then applies them as the optimizer's class does."""
-        apply, reducer = super().apply, self._horovod
-        grads = list(grads)
-        if trainable_variables is not None:
-            trainable_variables = list(trainable_variables)
-        variables = self._trainable_variables if trainable_variables is None else trainable_variables
-        if len(grads) != len(variables):  # Nothing to apply, or Keras's own error.
-            apply(grads, trainable_variables)
-            return
-        if reducer.options.passes == 1:
-            apply(reducer.reduce(grads, variables), trainable_variables)
-            return
+        grads, variables = self._matched(grads, trainable_variables)
+        super().apply(self._horovod.reduce(grads, variables), variables)
 
+    def _matched(self, grads, variables):
+        grads = list(grads)
+        if variables is None:
+            variables = self._trainable_variables if self.built else ()
+        variables = list(variables)
+        if len(grads) != len(variables):
+            raise ValueError(
+                f"got {len(grads)} gradients for {len(variables)} variables: pass trainable_variables, one a gradient"
+            )
+        return grads, variables
+
+
+class _Accumulating(_Distributed):
+    """The same with backward_passes_per_step above 1."""
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(self, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Adds the gradients to those of earlier passes; in the last pass, reduces and applies the sums."""
+        grads, variables = self._matched(grads, trainable_variables)
         if not self.built:
             with tf.name_scope(self.name):
                 self.build(variables)
+        reduce_and_apply = super().apply
 
         def update():
-            apply(reducer.reduce(reducer.take_sums(variables), variables), variables)
+            reduce_and_apply(self._horovod.take_sums(variables), variables)
 
         def wait():
             self._iterations.assign_add(1)
 
-        tf.cond(reducer.accumulate(grads, variables), update, wait)
+        tf.cond(self._horovod.accumulate(grads, variables), update, wait)
 
     @property
     def iterations(self):
         """The number of updates, as Keras has it under gradient_accumulation_steps."""
-        passes = self._horovod.options.passes
-        return super().iterations if passes == 1 else self._iterations // passes
+        return self._iterations // self._horovod.options.passes
 
 
 @functools.cache
-def _distributed_class(base: type) -> type:
+def _distributed_class(base: type, accumulating: bool) -> type:
+    mixin = _Accumulating if accumulating else _Distributed
     # Keras saves an object by its __class__: the wrapped class, so that the file needs nothing of ours.
-    return type(f"Distributed{base.__name__}", (_Distributed, base), {"__class__": property(lambda self: base)})
+    return type(f"Distributed{base.__name__}", (mixin, base), {"__class__": property(lambda self: base)})
 
 
 @functools.cache
