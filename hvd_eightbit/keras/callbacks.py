@@ -58,11 +58,19 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     def _broadcast(self) -> None:
         self._done = True
         variables = [_tf_variable(v) for v in [*self.model.weights, *_optimizer_variables(self.model.optimizer)]]
-        hvd.broadcast_variables([v for v in variables if v.dtype in _BROADCAST_DTYPES], root_rank=self.root_rank)
-        for variable in variables:
-            if variable.dtype not in _BROADCAST_DTYPES:
-                wide = tf.cast(variable, tf.float32 if variable.dtype.is_floating else tf.int64)
-                variable.assign(tf.cast(hvd.broadcast(wide, self.root_rank), variable.dtype))
+
+        # In a graph they overlap. By position: hvd.broadcast_variables goes by variables' names, which Keras numbers as
+        # they are made, and a rank that loaded a checkpoint may have made more of them.
+        @tf.function(autograph=False)
+        def broadcast():
+            for i, variable in enumerate(variables):
+                value = variable.read_value()
+                if variable.dtype not in _BROADCAST_DTYPES:
+                    value = tf.cast(value, tf.float32 if variable.dtype.is_floating else tf.int64)
+                value = hvd.broadcast(value, self.root_rank, name=f"broadcast_variable_{i}")
+                variable.assign(tf.cast(value, variable.dtype))
+
+        broadcast()
 
 
 class MetricAverageCallback(tf.keras.callbacks.Callback):

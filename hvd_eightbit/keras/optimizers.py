@@ -238,7 +238,7 @@ class _Reducer:
         result = list(grads)
         if present and self._ranks_exchange():
             reduce = self._reduce_in_graph if tf.executing_eagerly() else self._reduce
-            reduced = reduce([grads[i] for i in present], tuple(_name_of(variables[i]) for i in present))
+            reduced = reduce([grads[i] for i in present], tuple(self._name(i, variables[i]) for i in present))
             for i, grad in zip(present, reduced):
                 result[i] = grad
         return result
@@ -282,6 +282,15 @@ class _Reducer:
             total.assign(tf.zeros_like(value))
         return taken
 
+    def _name(self, position: int, variable: Any) -> str:
+        """Of a gradient in the graph. Horovod matches collectives by name, and so does this module.
+
+        Keras numbers layers and models as they are made, and a rank may have made more of them. So gradients go by
+        their position; the variable's path is added only for a compressor that has patterns to match it with.
+        """
+        by_name = getattr(self.options.compression, "exclude", ())
+        return f"gradient_{position}" + (f"/{_name_of(variable)}" if by_name else "")
+
     def _ranks_exchange(self) -> bool:
         """Whether there are other ranks to exchange with. Elastic jobs may get some while the program runs."""
         process_set = self.options.process_set
@@ -302,13 +311,13 @@ class _Reducer:
         with tf.name_scope(options.name):
             for i, grad in enumerate(grads):
                 if isinstance(grad, tf.IndexedSlices) and not options.sparse_as_dense:
-                    reduced[i] = self._reduce_sparse(grad)
+                    reduced[i] = self._reduce_sparse(grad, names[i])
                 else:
                     dense.append(i)
             for number, group in enumerate(_split(dense, options.num_groups)):
-                # The identity carries the variable's name, for compressors that choose by name.
-                tensors = [tf.identity(_widened(grads[i]), name=f"{names[i]}/gradient") for i in group]
-                name = f"{names[group[0]]}/allreduce" if len(group) == 1 else f"group_{number}"
+                # Compressors go by the names of the tensors that they get.
+                tensors = [tf.identity(_widened(grads[i]), name=names[i]) for i in group]
+                name = f"allreduce_{number}"
                 for i, tensor in zip(group, self._reduce_group(tensors, name)):
                     reduced[i] = tf.cast(tensor, grads[i].dtype)
         return reduced
@@ -334,8 +343,11 @@ class _Reducer:
                 reduced[i] = result
         return reduced
 
-    def _reduce_sparse(self, grad: tf.IndexedSlices) -> tf.IndexedSlices:
-        wide = tf.IndexedSlices(_widened(grad.values), grad.indices, grad.dense_shape)
+    def _reduce_sparse(self, grad: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
+        # Horovod names its allgathers after these.
+        values = tf.identity(_widened(grad.values), name=f"{name}_values")
+        indices = tf.identity(grad.indices, name=f"{name}_indices")
+        wide = tf.IndexedSlices(values, indices, grad.dense_shape)
         reduced = hvd.allreduce(wide, op=self.options.op, process_set=self.options.process_set)
         return tf.IndexedSlices(tf.cast(reduced.values, grad.dtype), reduced.indices, grad.dense_shape)
 
