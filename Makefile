@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TF ?= 2.18.1
 HOROVOD := 0.28.1
+STYLE_TOOLS := ruff==0.17.6 clang-format==23.1.5
 
 MINOR := $(word 1,$(subst ., ,$(TF))).$(word 2,$(subst ., ,$(TF)))
 BIN := $(VENV)/bin
@@ -91,6 +92,6 @@ $(STAMP)-test: $(STAMP)-package
 	$(call step,pytest and what the tests need,pip install --no-build-isolation -e ".[test]")
 	@touch $@
 
-$(STAMP)-tools: $(STAMP)-python pyproject.toml
-	$(call step,ruff and clang-format,pip install $$(sed -n 's/.*\("ruff==[^"]*"\), \("clang-format==[^"]*"\).*/\1 \2/p' pyproject.toml))
+$(STAMP)-tools: $(STAMP)-python
+	$(call step,ruff and clang-format,pip install $(STYLE_TOOLS))
 	@touch $@

@@ -46,8 +46,8 @@ def target_tensorflow() -> dict:
         why = asked.stderr.strip().splitlines()[-1:]
         sys.exit(
             f"hvd_eightbit is built against the TensorFlow that you use, but {sys.executable} cannot import one "
-            f"({' '.join(why)}).\nInstall TensorFlow 2.15 to 2.18 and Horovod first. If it is installed, your installer "
-            "builds in an environment of its own: add --no-build-isolation (and have setuptools and wheel installed)."
+            f"({' '.join(why)}).\nInstall TensorFlow 2.15 to 2.18 and Horovod first. If it is installed, your "
+            "installer builds in an environment of its own: add --no-build-isolation (and have setuptools and wheel)."
         )
     return json.loads(asked.stdout.strip().splitlines()[-1])
 

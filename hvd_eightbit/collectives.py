@@ -57,8 +57,8 @@ def _normalize(name: str) -> str:
 def unique_name(tensors: Sequence[tf.Tensor], kind: str) -> str | None:
     """A name for collectives on these tensors, the same on every rank: Horovod matches collectives by name.
 
-    In a graph it is built from the name of the first tensor, and no other call on that graph gets it. Eager tensors have
-    no names, and neither have Horovod's own eager collectives: None.
+    In a graph it is built from the name of the first tensor, and no other call on that graph gets it. Eager tensors
+    have no names, and neither have Horovod's own eager collectives: None.
     """
     if tf.executing_eagerly():
         return None

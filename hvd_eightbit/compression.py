@@ -27,8 +27,8 @@ DEFAULT_MIN_ELEMENTS = 16384
 class _Group:
     """The tensors compressed since the last decompression: one exchange serves them all.
 
-    For a single allreduce that is one tensor; for grouped_allreduce, `num_groups` or `groups`, Horovod compresses all of
-    a group before it decompresses the first.
+    For a single allreduce that is one tensor; for grouped_allreduce, `num_groups` or `groups`, Horovod compresses all
+    of a group before it decompresses the first.
     """
 
     def __init__(self, compressor: EightBitCompressor):

@@ -3,9 +3,9 @@
 Written to be read, not to be fast. Arithmetic is float32 with subnormals kept; input of another floating type is
 converted to float32 first, and results are converted to the type asked for last.
 
-A block's absmax is `max |x|`, or NaN if any element is NaN or infinite. Its elements are divided by it, and coded as the
-nearest value of the data type, ties to the lower code. A block whose absmax is 0 or NaN is filled with the code of zero;
-decoding it gives zeros, or NaN throughout: a loss scaler on any rank sees the overflow of one.
+A block's absmax is `max |x|`, or NaN if any element is NaN or infinite. Its elements are divided by it, and coded as
+the nearest value of the data type, ties to the lower code. A block whose absmax is 0 or NaN is filled with the code of
+zero; decoding it gives zeros, or NaN throughout: a loss scaler on any rank sees the overflow of one.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ BIN = pathlib.Path(sys.executable).parent
 
 @functools.cache
 def _own_network() -> list[str]:
-    """Prefix that gives a job a loopback interface of its own, so that only its bytes are counted; empty if not allowed."""
+    """Prefix for a job to have a loopback interface of its own, so that only its bytes count; empty if not allowed."""
     for unshare in (["unshare", "--net"], ["unshare", "--map-root-user", "--net"]):
         prefix = [*unshare, "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
         if shutil.which("unshare") and subprocess.run([*prefix, "true"], capture_output=True).returncode == 0:

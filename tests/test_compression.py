@@ -1,4 +1,4 @@
-"""What of the compressor can be said with one process, where Horovod hardly calls it (see tests/distributed for the rest)."""
+"""What can be said of the compressor with one process (see tests/distributed for the rest)."""
 
 import dataclasses
 import subprocess

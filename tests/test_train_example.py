@@ -34,7 +34,19 @@ def alone(*arguments: str) -> subprocess.CompletedProcess:
 def test_every_compression_learns_as_well_and_sends_less(tmp_path):
     pytest.importorskip("sklearn")
     report = tmp_path / "report.json"
-    arguments = "--compare --data digits --epochs 8 --batch-size 64 --hidden 512 --seed 1".split()
+    arguments = [
+        "--compare",
+        "--data",
+        "digits",
+        "--epochs",
+        "8",
+        "--batch-size",
+        "64",
+        "--hidden",
+        "512",
+        "--seed",
+        "1",
+    ]
     done = launch(2, [TRAIN, *arguments, "--json", str(report)], timeout=150)
     assert done.returncode == 0, done.stdout
     table = {row["compression"]: row for row in json.loads(report.read_text())["table"]}
@@ -62,7 +74,7 @@ def test_ranks_that_drift_apart_fail_the_run_and_bytes_unseen_are_not_reported(t
         "train.transmitted_bytes = lambda: 0.0\n"  # as over shared memory
         "train.main()\n"
     )
-    arguments = "--compression none --data digits --epochs 1 --hidden 16".split()
+    arguments = ["--compression", "none", "--data", "digits", "--epochs", "1", "--hidden", "16"]
     done = launch(2, [str(script), *arguments], timeout=90)
     assert done.returncode != 0
     assert "ERROR: the ranks ended with different weights" in done.stdout
@@ -72,7 +84,7 @@ def test_ranks_that_drift_apart_fail_the_run_and_bytes_unseen_are_not_reported(t
 def test_one_process_trains_and_says_that_nothing_is_sent(tmp_path):
     pytest.importorskip("sklearn")
     report = tmp_path / "report.json"
-    arguments = "--compression none --data digits --epochs 1 --hidden 16 --seeds 2".split()
+    arguments = ["--compression", "none", "--data", "digits", "--epochs", "1", "--hidden", "16", "--seeds", "2"]
     done = alone(*arguments, "--json", str(report))
     assert done.returncode == 0, done.stderr
     assert "with one rank nothing is compressed or sent" in done.stdout

@@ -1,4 +1,4 @@
-"""These tests run UNDER several ranks: each rank runs all of them, in the same order (see tests/test_distributed.py)."""
+"""These tests run UNDER several ranks, each of which runs all of them in the same order (see test_distributed.py)."""
 
 import horovod.tensorflow as hvd
 import pytest

@@ -141,7 +141,7 @@ def transmitted() -> int:
 
 
 def bytes_sent(step) -> float:
-    """Bytes that a rank sends in one call of step, as the interfaces count them. Others can only add: the least of 3."""
+    """Bytes that a rank sends in a call of step, as the interfaces count them. Others can only add: the least of 3."""
 
     def wait_for_all():
         hvd.allreduce(tf.constant(0.0))

@@ -1,4 +1,4 @@
-"""Whole training steps through Horovod's tape and optimizer, with Keras 2 (tf_keras, or the tf.keras of TensorFlow 2.15)."""
+"""Whole training steps through Horovod's tape and optimizer, with Keras 2 (tf_keras, or TensorFlow 2.15's tf.keras)."""
 
 import horovod.tensorflow as hvd
 import horovod.tensorflow.keras as hvd_keras
@@ -153,7 +153,7 @@ def test_one_optimizer_after_another_and_two_compressors():
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
-    """Mixed precision: infinity on one rank is NaN on all, so that all loss scalers skip the step and halve the scale."""
+    """Mixed precision: infinity on one rank is NaN on all: all loss scalers skip the step and halve the scale."""
     model = make_model()
     inner = hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(1.0), compression=COMPRESSION)
     optimizer = tf.keras.mixed_precision.LossScaleOptimizer(inner, initial_scale=1024.0)
