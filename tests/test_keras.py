@@ -24,18 +24,21 @@ def horovod():
 
 
 @pytest.mark.parametrize(
-    ("files", "legacy"),
+    ("ranks", "files", "choice", "legacy"),
     [
-        pytest.param(["test_keras_optimizers.py", "test_keras_callbacks.py"], "0", marks=keras_3_only, id="keras-3"),
-        pytest.param(["test_keras_callbacks.py"], "1", id="keras-2"),
+        pytest.param(
+            2, ["test_keras_optimizers.py", "test_keras_callbacks.py"], "test", "0", marks=keras_3_only, id="keras-3"
+        ),
+        pytest.param(3, ["test_keras_optimizers.py"], "process_set", "0", marks=keras_3_only, id="process-set"),
+        pytest.param(2, ["test_keras_callbacks.py"], "test", "1", id="keras-2"),
     ],
 )
-def test_on_two_ranks(files, legacy):
+def test_on_ranks(ranks, files, choice, legacy):
     paths = [str(FILES / file) for file in files]
-    command = ["-m", "pytest", "-v", "-x", "-p", "no:cacheprovider", "--rootdir", str(FILES), *paths]
-    job = launch(2, command, timeout=300, env={"TF_USE_LEGACY_KERAS": legacy, "PYTHONUNBUFFERED": "1"})
+    command = ["-m", "pytest", "-v", "-x", "-p", "no:cacheprovider", "-k", choice, "--rootdir", str(FILES), *paths]
+    job = launch(ranks, command, timeout=300, env={"TF_USE_LEGACY_KERAS": legacy, "PYTHONUNBUFFERED": "1"})
     assert job.returncode == 0, job.stdout
-    assert job.stdout.count(" passed") == 2, job.stdout
+    assert job.stdout.count(" passed") == ranks, job.stdout
 
 
 def sgd(**arguments):

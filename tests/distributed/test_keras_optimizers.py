@@ -181,6 +181,19 @@ def test_custom_loop(call, in_graph):
     assert_trained_alike(model, expected)
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_process_set(pair, eager):
+    """Three ranks: the first two average, the third trains by itself."""
+    variable = keras.Variable([0.0])
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        eightbit_keras.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=pair), initial_scale=1.0
+    )
+    optimizer.build([variable])
+    step = optimizer.apply if eager else tf.function(optimizer.apply)
+    step([tf.constant([1.0 + hvd.rank()])])
+    np.testing.assert_array_equal(variable.numpy(), [-1.5 if hvd.rank() < 2 else -3.0])
+
+
 def test_variable_without_gradient():
     used, unused = keras.Variable([1.0]), keras.Variable([1.0])
     optimizer = eightbit_keras.DistributedOptimizer(keras.optimizers.SGD(1.0))
