@@ -43,3 +43,21 @@ def test_broken(library_file):
     library_file(tf.__version__)
     with pytest.raises(ImportError, match="does not load .*The loader says"):
         ops.quantize(tf.zeros([4]))
+
+
+def test_gpu_kernels_are_registered_where_cuda_was_built():
+    """Also where there is no GPU: cudart is in the library."""
+    from tensorflow.python.framework.kernels import get_registered_kernels_for_op
+
+    ops.library()
+    built = json.loads(ops._BUILD.read_text())["cuda"]
+    for name in ("Quantize", "Dequantize", "Pack", "Reduce", "Unpack", "Probe", "AgreedScale"):
+        kernels = get_registered_kernels_for_op(f"EightBit{name}").kernel
+        types = {
+            device: sorted(k.constraint[0].allowed_values.list.type[0] for k in kernels if k.device_type == device)
+            for device in ("CPU", "GPU")
+        }
+        expected = [tf.float32, tf.float64] if name in ("Probe", "AgreedScale") else ops.DTYPES
+        assert types["CPU"] == sorted(d.as_datatype_enum for d in expected)
+        if built or name in ("Probe", "AgreedScale"):
+            assert types["GPU"] == types["CPU"]

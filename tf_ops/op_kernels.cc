@@ -1,4 +1,4 @@
-// TensorFlow kernels: check, allocate, call.
+// TensorFlow kernels for the CPU: check, allocate, call. And what those for the GPU share with them.
 
 #include <memory>
 #include <mutex>
@@ -7,52 +7,18 @@
 
 #include "agreement.h"
 #include "cpu_kernels.h"
+#include "op_kernels.h"
 #include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/register_types.h"
 #include "wire.h"
 
 namespace hvd_eightbit {
-namespace {
 
-using tensorflow::OpInputList;
-using tensorflow::OpKernel;
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::OpOutputList;
-using tensorflow::Tensor;
-using tensorflow::TensorShape;
-using tensorflow::TensorShapeUtils;
 namespace errors = tensorflow::errors;
 
-cpu::ParallelFor ThreadPoolOf(OpKernelContext* context) {
-  auto* workers = context->device()->tensorflow_cpu_worker_threads()->workers;
-  return [workers](int64_t total, int64_t cost, const std::function<void(int64_t, int64_t)>& work) {
-    workers->ParallelFor(total, cost, work);
-  };
-}
-
-const uint8_t* Bytes(const Tensor& tensor) { return tensor.flat<tensorflow::uint8>().data(); }
-uint8_t* Bytes(Tensor* tensor) { return tensor->flat<tensorflow::uint8>().data(); }
-
-std::vector<int64_t> SizesOf(const OpInputList& tensors) {
-  std::vector<int64_t> sizes;
-  for (const Tensor& tensor : tensors) sizes.push_back(tensor.NumElements());
-  return sizes;
-}
-
-template <typename T>
-std::vector<const T*> DataOf(const OpInputList& tensors) {
-  std::vector<const T*> data;
-  for (const Tensor& tensor : tensors) data.push_back(tensor.flat<T>().data());
-  return data;
-}
-
-// The scalar integer input of that name, at least `least` and below `limit`; -1, with the context's status set, if it
-// is not.
-int64_t GetInteger(OpKernelContext* context, const char* name, int64_t least, int64_t limit) {
-  const Tensor* value;
+int64_t GetInteger(tensorflow::OpKernelContext* context, const char* name, int64_t least, int64_t limit) {
+  const tensorflow::Tensor* value;
   tensorflow::Status status = context->input(name, &value);
-  if (status.ok() && !TensorShapeUtils::IsScalar(value->shape())) {
+  if (status.ok() && !tensorflow::TensorShapeUtils::IsScalar(value->shape())) {
     status = errors::InvalidArgument(name, " has shape ", value->shape().DebugString(), "; a scalar is needed");
   }
   if (status.ok()) {
@@ -64,52 +30,86 @@ int64_t GetInteger(OpKernelContext* context, const char* name, int64_t least, in
   return -1;
 }
 
-constexpr int64_t kMaxRanks = 1 << 20;
+CodecKernel::CodecKernel(tensorflow::OpKernelConstruction* context) : OpKernel(context) {
+  OP_REQUIRES_OK(context, context->GetAttr("block_size", &block_size_));
+}
 
-// What all codec kernels have: a block size, and a table that is built once for as long as the values stay the same.
-class CodecKernel : public OpKernel {
- public:
-  explicit CodecKernel(OpKernelConstruction* context) : OpKernel(context) {
-    OP_REQUIRES_OK(context, context->GetAttr("block_size", &block_size_));
+const float* CodecKernel::GetValues(tensorflow::OpKernelContext* context) {
+  const tensorflow::Tensor* values;
+  tensorflow::Status status = context->input("values", &values);
+  if (status.ok() && (values->dims() != 1 || values->NumElements() != kCodes)) {
+    status = errors::InvalidArgument("values has shape ", values->shape().DebugString(), "; a data type has ", kCodes,
+                                     " values");
   }
+  if (status.ok()) return values->flat<float>().data();
+  context->CtxFailure(status);
+  return nullptr;
+}
 
- protected:
-  // The table for the input named "values"; null, with the context's status set, if that is not a table.
-  std::shared_ptr<const cpu::Table> GetTable(OpKernelContext* context) {
-    const Tensor* values;
-    tensorflow::Status status = context->input("values", &values);
-    if (status.ok() && (values->dims() != 1 || values->NumElements() != kCodes)) {
-      status = errors::InvalidArgument("values has shape ", values->shape().DebugString(), "; a data type has ", kCodes,
-                                       " values");
-    }
-    if (!status.ok()) {
-      context->CtxFailure(status);
-      return nullptr;
-    }
-    const float* data = values->flat<float>().data();
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (table_ == nullptr || !table_->Holds(data)) table_ = std::make_shared<cpu::Table>(data);
-    return table_;
-  }
+bool CodecKernel::CheckAbsmax(tensorflow::OpKernelContext* context, const tensorflow::Tensor& codes,
+                              const tensorflow::Tensor& absmax) {
+  const int64_t blocks = Blocks(codes.NumElements(), block_size_);
+  if (absmax.dims() == 1 && absmax.NumElements() == blocks) return true;
+  context->CtxFailure(errors::InvalidArgument("absmax has shape ", absmax.shape().DebugString(), "; ",
+                                              codes.NumElements(), " codes with block_size=", block_size_, " have ",
+                                              blocks, " blocks"));
+  return false;
+}
 
-  // Whether `messages` is a matrix of as many bytes as the layout of the tensors says.
-  bool CheckMessages(OpKernelContext* context, const char* name, const Tensor& messages,
-                     const std::vector<int64_t>& sizes) {
-    if (messages.dims() == 2 && messages.dim_size(0) > 0) {
-      const Layout layout(sizes, messages.dim_size(0), block_size_);
-      if (messages.dim_size(1) == layout.chunk_bytes) return true;
-      context->CtxFailure(errors::InvalidArgument(name, " has ", messages.dim_size(1),
-                                                  " bytes a rank; for these tensors, block_size=", block_size_, " and ",
-                                                  layout.ranks, " ranks a message has ", layout.chunk_bytes,
-                                                  ": do all ranks use the same shapes and settings?"));
-      return false;
-    }
+bool CodecKernel::CheckMessages(tensorflow::OpKernelContext* context, const char* name,
+                                const tensorflow::Tensor& messages, const std::vector<int64_t>& sizes) {
+  if (messages.dims() != 2 || messages.dim_size(0) == 0) {
     context->CtxFailure(errors::InvalidArgument(name, " has shape ", messages.shape().DebugString(),
                                                 "; a row of bytes for each rank is needed"));
     return false;
   }
+  const Layout layout(sizes, messages.dim_size(0), block_size_);
+  if (messages.dim_size(1) == layout.chunk_bytes) return true;
+  context->CtxFailure(errors::InvalidArgument(
+      name, " has ", messages.dim_size(1), " bytes a rank; for these tensors, block_size=", block_size_, " and ",
+      layout.ranks, " ranks a message has ", layout.chunk_bytes, ": do all ranks use the same shapes and settings?"));
+  return false;
+}
 
-  int64_t block_size_;
+namespace {
+
+using tensorflow::OpInputList;
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::OpOutputList;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+using tensorflow::TensorShapeUtils;
+
+cpu::ParallelFor ThreadPoolOf(OpKernelContext* context) {
+  auto* workers = context->device()->tensorflow_cpu_worker_threads()->workers;
+  return [workers](int64_t total, int64_t cost, const std::function<void(int64_t, int64_t)>& work) {
+    workers->ParallelFor(total, cost, work);
+  };
+}
+
+template <typename T>
+std::vector<const T*> DataOf(const OpInputList& tensors) {
+  std::vector<const T*> data;
+  for (const Tensor& tensor : tensors) data.push_back(tensor.flat<T>().data());
+  return data;
+}
+
+// A codec kernel with a table that is built once, for as long as the values stay the same.
+class TableKernel : public CodecKernel {
+ public:
+  using CodecKernel::CodecKernel;
+
+ protected:
+  // The table of the values; null, with the context's status set, if there is none.
+  std::shared_ptr<const cpu::Table> GetTable(OpKernelContext* context) {
+    const float* values = GetValues(context);
+    if (values == nullptr) return nullptr;
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (table_ == nullptr || !table_->Holds(values)) table_ = std::make_shared<cpu::Table>(values);
+    return table_;
+  }
 
  private:
   std::mutex mutex_;
@@ -117,9 +117,9 @@ class CodecKernel : public OpKernel {
 };
 
 template <typename T>
-class QuantizeKernel : public CodecKernel {
+class QuantizeKernel : public TableKernel {
  public:
-  using CodecKernel::CodecKernel;
+  using TableKernel::TableKernel;
 
   void Compute(OpKernelContext* context) override {
     const auto table = GetTable(context);
@@ -134,19 +134,16 @@ class QuantizeKernel : public CodecKernel {
 };
 
 template <typename T>
-class DequantizeKernel : public CodecKernel {
+class DequantizeKernel : public TableKernel {
  public:
-  using CodecKernel::CodecKernel;
+  using TableKernel::TableKernel;
 
   void Compute(OpKernelContext* context) override {
     const auto table = GetTable(context);
     if (table == nullptr) return;
     const Tensor& codes = context->input(0);
     const Tensor& absmax = context->input(1);
-    const int64_t blocks = Blocks(codes.NumElements(), block_size_);
-    OP_REQUIRES(context, absmax.dims() == 1 && absmax.NumElements() == blocks,
-                errors::InvalidArgument("absmax has shape ", absmax.shape().DebugString(), "; ", codes.NumElements(),
-                                        " codes with block_size=", block_size_, " have ", blocks, " blocks"));
+    if (!CheckAbsmax(context, codes, absmax)) return;
     Tensor* x;
     OP_REQUIRES_OK(context, context->allocate_output(0, codes.shape(), &x));
     cpu::Dequantize(*table, Bytes(codes), absmax.flat<float>().data(), codes.NumElements(), block_size_,
@@ -155,9 +152,9 @@ class DequantizeKernel : public CodecKernel {
 };
 
 template <typename T>
-class PackKernel : public CodecKernel {
+class PackKernel : public TableKernel {
  public:
-  using CodecKernel::CodecKernel;
+  using TableKernel::TableKernel;
 
   void Compute(OpKernelContext* context) override {
     const auto table = GetTable(context);
@@ -176,9 +173,9 @@ class PackKernel : public CodecKernel {
 };
 
 template <typename T>
-class ReduceKernel : public CodecKernel {
+class ReduceKernel : public TableKernel {
  public:
-  using CodecKernel::CodecKernel;
+  using TableKernel::TableKernel;
 
   void Compute(OpKernelContext* context) override {
     const auto table = GetTable(context);
@@ -197,9 +194,9 @@ class ReduceKernel : public CodecKernel {
 };
 
 template <typename T>
-class UnpackKernel : public CodecKernel {
+class UnpackKernel : public TableKernel {
  public:
-  using CodecKernel::CodecKernel;
+  using TableKernel::TableKernel;
 
   void Compute(OpKernelContext* context) override {
     const auto table = GetTable(context);
@@ -283,10 +280,24 @@ class AgreedScaleKernel : public OpKernel {
   std::string what_;
 };
 
+// On a GPU too, with everything in host memory, so that a graph can be placed there as a whole.
 #define EIGHTBIT_REGISTER_AGREEMENT(T)                                                                       \
   REGISTER_KERNEL_BUILDER(Name("EightBitProbe").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"),       \
                           ProbeKernel<T>);                                                                   \
   REGISTER_KERNEL_BUILDER(Name("EightBitAgreedScale").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"), \
+                          AgreedScaleKernel<T>);                                                             \
+  REGISTER_KERNEL_BUILDER(Name("EightBitProbe")                                                              \
+                              .Device(tensorflow::DEVICE_GPU)                                                \
+                              .TypeConstraint<T>("T")                                                        \
+                              .HostMemory("rank")                                                            \
+                              .HostMemory("probe"),                                                          \
+                          ProbeKernel<T>);                                                                   \
+  REGISTER_KERNEL_BUILDER(Name("EightBitAgreedScale")                                                        \
+                              .Device(tensorflow::DEVICE_GPU)                                                \
+                              .TypeConstraint<T>("T")                                                        \
+                              .HostMemory("reduced")                                                         \
+                              .HostMemory("ranks")                                                           \
+                              .HostMemory("scale"),                                                          \
                           AgreedScaleKernel<T>);
 
 EIGHTBIT_REGISTER_AGREEMENT(float)
