@@ -13,13 +13,6 @@
 #include <immintrin.h>
 #endif
 
-// Loops that vectorise are compiled for several instruction sets, one of which is chosen when the library is loaded.
-#if defined(__x86_64__) && defined(__ELF__) && defined(__GNUC__) && !defined(__clang__)
-#define EIGHTBIT_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define EIGHTBIT_CLONES
-#endif
-
 namespace hvd_eightbit {
 namespace cpu {
 namespace {
@@ -49,47 +42,38 @@ class KeepSubnormals {
 #endif
 };
 
-EIGHTBIT_CLONES uint32_t MaxMagnitudeBits(const float* x, int64_t elements) {
-  uint32_t result = 0;
-  for (int64_t i = 0; i < elements; ++i) {
-    const uint32_t bits = MagnitudeBits(x[i]);
-    result = bits > result ? bits : result;
-  }
-  return result;
-}
-
-EIGHTBIT_CLONES void DecodeTo(const float* values, const uint8_t* codes, float absmax, int64_t elements, float* x) {
-  for (int64_t i = 0; i < elements; ++i) x[i] = Decode(values, codes[i], absmax);
-}
-
-EIGHTBIT_CLONES void AddDecoded(const float* values, const uint8_t* codes, float absmax, int64_t elements, float* x) {
-  for (int64_t i = 0; i < elements; ++i) x[i] += Decode(values, codes[i], absmax);
-}
-
-EIGHTBIT_CLONES void Add(const float* y, int64_t elements, float* x) {
-  for (int64_t i = 0; i < elements; ++i) x[i] += y[i];
-}
-
-EIGHTBIT_CLONES void Multiply(float factor, int64_t elements, float* x) {
-  for (int64_t i = 0; i < elements; ++i) x[i] *= factor;
-}
-
 // float32 elements are read and written where they are, others through a tile.
-const float* ToFloat(const float* x, int64_t, float*) { return x; }
+const float* ToFloat(const Loops&, const float* x, int64_t, float*) { return x; }
 
-template <typename T>
-const float* ToFloat(const T* x, int64_t elements, float* tile) {
+const float* ToFloat(const Loops& loops, const Eigen::half* x, int64_t elements, float* tile) {
+  loops.half_to_float(x, elements, tile);
+  return tile;
+}
+
+const float* ToFloat(const Loops& loops, const Eigen::bfloat16* x, int64_t elements, float* tile) {
+  loops.bfloat16_to_float(x, elements, tile);
+  return tile;
+}
+
+const float* ToFloat(const Loops&, const double* x, int64_t elements, float* tile) {
   for (int64_t i = 0; i < elements; ++i) tile[i] = static_cast<float>(x[i]);
   return tile;
 }
 
-template <typename T>
-void FromFloat(const float* tile, int64_t elements, T* x) {
-  for (int64_t i = 0; i < elements; ++i) x[i] = static_cast<T>(tile[i]);
+void FromFloat(const Loops&, const float* tile, int64_t elements, float* x) {
+  if (tile != x) memcpy(x, tile, elements * sizeof(float));
 }
 
-void FromFloat(const float* tile, int64_t elements, float* x) {
-  if (tile != x) memcpy(x, tile, elements * sizeof(float));
+void FromFloat(const Loops& loops, const float* tile, int64_t elements, Eigen::half* x) {
+  loops.float_to_half(tile, elements, x);
+}
+
+void FromFloat(const Loops& loops, const float* tile, int64_t elements, Eigen::bfloat16* x) {
+  loops.float_to_bfloat16(tile, elements, x);
+}
+
+void FromFloat(const Loops&, const float* tile, int64_t elements, double* x) {
+  for (int64_t i = 0; i < elements; ++i) x[i] = tile[i];
 }
 
 float LoadAbsmax(const uint8_t* from) {
@@ -176,6 +160,19 @@ void AppendChunk(const Layout& layout, int64_t chunk, int64_t message, std::vect
   }
 }
 
+// Zeroes the bytes of a chunk's message that have neither code nor absmax; all bytes, if it has none.
+void ClearUnused(const Layout& layout, int64_t chunk, bool all, uint8_t* message) {
+  int64_t codes = 0, blocks = 0;
+  if (!all && !layout.chunks[chunk].empty()) {
+    const Segment& last = layout.chunks[chunk].back();
+    codes = last.code + last.elements;
+    blocks = last.block + Blocks(last.elements, layout.block_size);
+  }
+  const int64_t absmax_end = layout.chunk_elements + kAbsmaxBytes * blocks;
+  memset(message + codes, 0, layout.chunk_elements - codes);
+  memset(message + absmax_end, 0, layout.chunk_bytes - absmax_end);
+}
+
 // Codes every tile. load(tile, scratch) returns its elements as float32, in scratch or wherever they are.
 template <typename Load>
 void EncodeTiles(const Table& table, const Tiles& tiles, int64_t cost, const ParallelFor& parallel_for,
@@ -186,7 +183,7 @@ void EncodeTiles(const Table& table, const Tiles& tiles, int64_t cost, const Par
       float scratch[kTile];
       tiles.ForEach(begin, end, [&](int64_t, const Tile& tile) {
         const float* x = load(tile, scratch);
-        const float block_absmax = AbsmaxFromBits(MaxMagnitudeBits(x, tile.elements));
+        const float block_absmax = AbsmaxFromBits(table.loops().max_magnitude_bits(x, tile.elements));
         StoreAbsmax(block_absmax, absmax + tile.absmax);
         table.EncodeBlock(x, tile.elements, block_absmax, codes + tile.code);
       });
@@ -199,7 +196,7 @@ void EncodeTiles(const Table& table, const Tiles& tiles, int64_t cost, const Par
     KeepSubnormals keep;
     float scratch[kTile];
     tiles.ForEach(begin, end, [&](int64_t i, const Tile& tile) {
-      tile_bits[i] = ToBits(AbsmaxFromBits(MaxMagnitudeBits(load(tile, scratch), tile.elements)));
+      tile_bits[i] = ToBits(AbsmaxFromBits(table.loops().max_magnitude_bits(load(tile, scratch), tile.elements)));
     });
   });
   tiles.ForEach(0, tiles.count(), [&](int64_t i, const Tile& tile) {
@@ -225,70 +222,85 @@ void DecodeTiles(const Table& table, const Tiles& tiles, const ParallelFor& para
     tiles.ForEach(begin, end, [&](int64_t, const Tile& tile) {
       T* x = tensors[tile.run->tensor] + tile.begin;
       float* decoded = std::is_same<T, float>::value ? reinterpret_cast<float*>(x) : scratch;
-      DecodeTo(table.values(), codes + tile.code, LoadAbsmax(absmax + tile.absmax), tile.elements, decoded);
-      if (scale != 1.0f) Multiply(scale, tile.elements, decoded);
-      FromFloat(decoded, tile.elements, x);
+      table.loops().decode(table.tables(), codes + tile.code, LoadAbsmax(absmax + tile.absmax), scale, tile.elements,
+                           decoded);
+      FromFloat(table.loops(), decoded, tile.elements, x);
     });
   });
 }
 
 }  // namespace
 
-Table::Table(const float* values) {
+Table::Table(const float* values, InstructionSet set) : loops_(LoopsFor(set)) {
   KeepSubnormals keep;
-  std::copy_n(values, kCodes, values_);
-  for (int i = 0; i < kMidpoints; ++i) midpoints_[i] = Midpoint(values_, i);
-  zero_code_ = Encode(midpoints_, 0.0f);
+  std::copy_n(values, kCodes, tables_.values);
+  for (int i = 0; i < kMidpoints; ++i) tables_.midpoints[i] = Midpoint(values, i);
+  zero_code_ = Encode(tables_.midpoints, 0.0f);
+  FillBuckets();
+  FillSearch();
+  FillPlanes();
+}
 
-  // borders_[j] is a midpoint, border_codes_[j] the code of what lies above j borders. Midpoints that are equal
-  // (between equal values) are one border.
+void Table::FillBuckets() {
+  // Midpoints that are equal (between equal values) are one border.
   int borders = 0;
-  border_codes_[0] = 0;
+  tables_.border_codes[0] = 0;
   for (int i = 0; i < kMidpoints; ++i) {
-    if (borders == 0 || midpoints_[i] != borders_[borders - 1]) borders_[borders++] = midpoints_[i];
-    border_codes_[borders] = static_cast<uint8_t>(i + 1);
+    const uint32_t key = OrderKey(tables_.midpoints[i]);
+    if (borders == 0 || key != tables_.borders[borders - 1]) tables_.borders[borders++] = key;
+    tables_.border_codes[borders] = static_cast<uint8_t>(i + 1);
   }
-  std::fill(borders_ + borders, borders_ + kMidpoints + 1, std::numeric_limits<float>::infinity());
+  std::fill(tables_.borders + borders, tables_.borders + kMidpoints + 1, std::numeric_limits<uint32_t>::max());
 
-  // A bucket holds the floats that share their upper 16 bits; those of negative ones grow downwards.
-  max_borders_in_bucket_ = 0;
-  for (uint32_t bucket = 0; bucket < kBuckets; ++bucket) {
-    const float inner = FromBits(bucket << 16), outer = FromBits(bucket << 16 | 0xffffu);
-    if (std::isnan(inner) || std::isnan(outer)) {
-      first_border_[bucket] = 0;
-      continue;
-    }
-    const float* lowest = std::lower_bound(borders_, borders_ + borders, std::min(inner, outer));
-    const float* highest = std::lower_bound(borders_, borders_ + borders, std::max(inner, outer));
-    first_border_[bucket] = static_cast<uint8_t>(lowest - borders_);
-    max_borders_in_bucket_ = std::max(max_borders_in_bucket_, static_cast<int>(highest - lowest));
+  tables_.one_border_a_bucket = true;
+  int border = 0;
+  for (uint32_t bucket = 0; bucket < CodingTables::kBuckets; ++bucket) {
+    tables_.first_border[bucket] = static_cast<uint8_t>(border);
+    const int first = border;
+    while (border < borders && tables_.borders[border] >> 16 == bucket) ++border;
+    tables_.one_border_a_bucket = tables_.one_border_a_bucket && border - first <= 1;
   }
 }
 
-bool Table::Holds(const float* values) const { return memcmp(values_, values, sizeof(values_)) == 0; }
+void Table::FillSearch() {
+  tables_.search[0] = 0.0f;
+  for (int step = 0; step < 8; ++step) {
+    for (int outcomes = 0; outcomes < 1 << step; ++outcomes) {
+      int codes = kCodes, first = 0;  // that are left, and the first of them
+      for (int i = 0; i < step; ++i) {
+        codes /= 2;
+        if (outcomes >> i & 1) first += codes;
+      }
+      tables_.search[(1 << step) + outcomes] = tables_.midpoints[first + codes / 2 - 1];
+    }
+  }
+}
+
+void Table::FillPlanes() {
+  for (int byte = 0; byte < 4; ++byte) {
+    for (int i = 0; i < kCodes; ++i) {
+      tables_.planes[byte][i] = static_cast<uint8_t>(ToBits(tables_.values[i]) >> (8 * byte));
+    }
+  }
+}
+
+bool Table::Holds(const float* values) const { return memcmp(tables_.values, values, sizeof(tables_.values)) == 0; }
 
 void Table::EncodeBlock(const float* x, int64_t elements, float absmax, uint8_t* codes) const {
-  if (!IsCodable(absmax)) {
+  if (IsCodable(absmax)) {
+    loops_.encode(tables_, x, ScaleOf(absmax), elements, codes);
+  } else {
     memset(codes, zero_code_, elements);
-    return;
   }
-  const BlockScale scale = ScaleOf(absmax);
-  if (max_borders_in_bucket_ <= 1) {
-    for (int64_t i = 0; i < elements; ++i) {
-      const float scaled = Scaled(x[i], scale);
-      const uint32_t border = first_border_[ToBits(scaled) >> 16];
-      codes[i] = border_codes_[border + (borders_[border] < scaled)];
-    }
-    return;
-  }
-  for (int64_t i = 0; i < elements; ++i) codes[i] = Encode(midpoints_, Scaled(x[i], scale));
 }
 
 template <typename T>
 void Quantize(const Table& table, const T* x, int64_t elements, int64_t block_size, uint8_t* codes, float* absmax,
               const ParallelFor& parallel_for) {
   const Tiles tiles(WholeTensor(elements), block_size);
-  const auto load = [x](const Tile& tile, float* scratch) { return ToFloat(x + tile.begin, tile.elements, scratch); };
+  const auto load = [&](const Tile& tile, float* scratch) {
+    return ToFloat(table.loops(), x + tile.begin, tile.elements, scratch);
+  };
   EncodeTiles(table, tiles, kTile * kNanosecondsPerElement, parallel_for, load, codes,
               reinterpret_cast<uint8_t*>(absmax));
 }
@@ -307,9 +319,11 @@ void Pack(const Table& table, const Layout& layout, const std::vector<const T*>&
   for (int64_t chunk = 0; chunk < layout.ranks; ++chunk) {
     if (chunk != rank) AppendChunk(layout, chunk, chunk * layout.chunk_bytes, &runs);
   }
-  memset(messages, 0, layout.ranks * layout.chunk_bytes);
-  const auto load = [&tensors](const Tile& tile, float* scratch) {
-    return ToFloat(tensors[tile.run->tensor] + tile.begin, tile.elements, scratch);
+  for (int64_t chunk = 0; chunk < layout.ranks; ++chunk) {
+    ClearUnused(layout, chunk, chunk == rank, messages + chunk * layout.chunk_bytes);
+  }
+  const auto load = [&](const Tile& tile, float* scratch) {
+    return ToFloat(table.loops(), tensors[tile.run->tensor] + tile.begin, tile.elements, scratch);
   };
   EncodeTiles(table, Tiles(std::move(runs), layout.block_size), kTile * kNanosecondsPerElement, parallel_for, load,
               messages, messages);
@@ -320,20 +334,28 @@ void Reduce(const Table& table, const Layout& layout, const std::vector<const T*
             const uint8_t* received, uint8_t* message, const ParallelFor& parallel_for) {
   std::vector<Run> runs;
   AppendChunk(layout, rank, 0, &runs);
-  memset(message, 0, layout.chunk_bytes);
+  ClearUnused(layout, rank, false, message);
   const float inverse_ranks = 1.0f / static_cast<float>(layout.ranks);
   const auto load = [&](const Tile& tile, float* sum) {
-    std::fill_n(sum, tile.elements, 0.0f);
+    const Loops& loops = table.loops();
+    const T* own = tensors[tile.run->tensor] + tile.begin;
     for (int64_t r = 0; r < layout.ranks; ++r) {
+      const uint8_t* from = received + r * layout.chunk_bytes;
       if (r == rank) {
         float scratch[kTile];
-        Add(ToFloat(tensors[tile.run->tensor] + tile.begin, tile.elements, scratch), tile.elements, sum);
+        const float* x = ToFloat(loops, own, tile.elements, scratch);
+        if (r == 0) {
+          std::copy_n(x, tile.elements, sum);
+        } else {
+          loops.add(x, tile.elements, sum);
+        }
+      } else if (r == 0) {  // for 0 + decoded; they differ in the sign of zeros, which codes do not have
+        loops.decode(table.tables(), from + tile.code, LoadAbsmax(from + tile.absmax), 1.0f, tile.elements, sum);
       } else {
-        const uint8_t* from = received + r * layout.chunk_bytes;
-        AddDecoded(table.values(), from + tile.code, LoadAbsmax(from + tile.absmax), tile.elements, sum);
+        loops.add_decoded(table.tables(), from + tile.code, LoadAbsmax(from + tile.absmax), tile.elements, sum);
       }
     }
-    Multiply(inverse_ranks, tile.elements, sum);
+    loops.multiply(inverse_ranks, tile.elements, sum);
     return static_cast<const float*>(sum);
   };
   EncodeTiles(table, Tiles(std::move(runs), layout.block_size), layout.ranks * kTile * kNanosecondsPerElement,

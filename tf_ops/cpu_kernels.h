@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "codec.h"
+#include "cpu_loops.h"
 #include "wire.h"
 
 namespace hvd_eightbit {
@@ -19,29 +20,26 @@ namespace cpu {
 // Runs work(begin, end) over [0, total) on several threads; cost is that of one unit, in nanoseconds.
 using ParallelFor = std::function<void(int64_t total, int64_t cost, const std::function<void(int64_t, int64_t)>& work)>;
 
-// A data type with what makes coding fast: instead of searching 255 midpoints, the upper 16 bits of the scaled element
-// lead to the few midpoints that share them.
+// A data type, and the loops that code it.
 class Table {
  public:
-  // values: kCodes ascending floats.
-  explicit Table(const float* values);
+  // values: kCodes ascending floats. set: for tests, another than the best; one that this CPU has.
+  explicit Table(const float* values, InstructionSet set = BestInstructionSet());
 
   bool Holds(const float* values) const;
-  const float* values() const { return values_; }
-  uint8_t zero_code() const { return zero_code_; }
+  const Loops& loops() const { return loops_; }
+  const CodingTables& tables() const { return tables_; }
 
   // codes[i] = the code of x[i] / absmax.
   void EncodeBlock(const float* x, int64_t elements, float absmax, uint8_t* codes) const;
 
  private:
-  static constexpr int kBuckets = 1 << 16;
+  void FillBuckets();
+  void FillSearch();
+  void FillPlanes();
 
-  float values_[kCodes];
-  float midpoints_[kMidpoints];
-  float borders_[kMidpoints + 1];   // the midpoints that differ, and infinity
-  uint8_t border_codes_[kCodes];    // the code above that many borders
-  uint8_t first_border_[kBuckets];  // borders below all of the bucket's numbers
-  int max_borders_in_bucket_;
+  Loops loops_;
+  CodingTables tables_;
   uint8_t zero_code_;
 };
 
