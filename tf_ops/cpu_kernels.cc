@@ -180,7 +180,7 @@ void EncodeTiles(const Table& table, const Tiles& tiles, int64_t cost, const Par
   if (tiles.blocks_are_tiles()) {
     parallel_for(tiles.count(), cost, [&](int64_t begin, int64_t end) {
       KeepSubnormals keep;
-      float scratch[kTile];
+      alignas(64) float scratch[kTile];
       tiles.ForEach(begin, end, [&](int64_t, const Tile& tile) {
         const float* x = load(tile, scratch);
         const float block_absmax = AbsmaxFromBits(table.loops().max_magnitude_bits(x, tile.elements));
@@ -194,7 +194,7 @@ void EncodeTiles(const Table& table, const Tiles& tiles, int64_t cost, const Par
   std::vector<uint32_t> tile_bits(tiles.count());
   parallel_for(tiles.count(), cost, [&](int64_t begin, int64_t end) {
     KeepSubnormals keep;
-    float scratch[kTile];
+    alignas(64) float scratch[kTile];
     tiles.ForEach(begin, end, [&](int64_t i, const Tile& tile) {
       tile_bits[i] = ToBits(AbsmaxFromBits(table.loops().max_magnitude_bits(load(tile, scratch), tile.elements)));
     });
@@ -205,7 +205,7 @@ void EncodeTiles(const Table& table, const Tiles& tiles, int64_t cost, const Par
   });
   parallel_for(tiles.count(), cost, [&](int64_t begin, int64_t end) {
     KeepSubnormals keep;
-    float scratch[kTile];
+    alignas(64) float scratch[kTile];
     tiles.ForEach(begin, end, [&](int64_t, const Tile& tile) {
       table.EncodeBlock(load(tile, scratch), tile.elements, LoadAbsmax(absmax + tile.absmax), codes + tile.code);
     });
@@ -218,7 +218,7 @@ void DecodeTiles(const Table& table, const Tiles& tiles, const ParallelFor& para
                  const uint8_t* absmax, float scale, const std::vector<T*>& tensors) {
   parallel_for(tiles.count(), kTile * kNanosecondsPerElement, [&](int64_t begin, int64_t end) {
     KeepSubnormals keep;
-    float scratch[kTile];
+    alignas(64) float scratch[kTile];
     tiles.ForEach(begin, end, [&](int64_t, const Tile& tile) {
       T* x = tensors[tile.run->tensor] + tile.begin;
       float* decoded = std::is_same<T, float>::value ? reinterpret_cast<float*>(x) : scratch;
@@ -342,7 +342,7 @@ void Reduce(const Table& table, const Layout& layout, const std::vector<const T*
     for (int64_t r = 0; r < layout.ranks; ++r) {
       const uint8_t* from = received + r * layout.chunk_bytes;
       if (r == rank) {
-        float scratch[kTile];
+        alignas(64) float scratch[kTile];
         const float* x = ToFloat(loops, own, tile.elements, scratch);
         if (r == 0) {
           std::copy_n(x, tile.elements, sum);
@@ -388,3 +388,7 @@ EIGHTBIT_INSTANTIATE(double)
 
 }  // namespace cpu
 }  // namespace hvd_eightbit
+
+const char* eightbit_cpu_instruction_set() {
+  return hvd_eightbit::cpu::NameOf(hvd_eightbit::cpu::BestInstructionSet());
+}

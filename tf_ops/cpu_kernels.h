@@ -70,4 +70,7 @@ void Unpack(const Table& table, const Layout& layout, const uint8_t* gathered, f
 }  // namespace cpu
 }  // namespace hvd_eightbit
 
+// The name of the instruction set that the kernels use on this CPU; for programs that say what they measure.
+extern "C" const char* eightbit_cpu_instruction_set();
+
 #endif  // HVD_EIGHTBIT_TF_OPS_CPU_KERNELS_H_
