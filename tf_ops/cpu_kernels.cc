@@ -251,6 +251,7 @@ void Table::FillBuckets() {
     tables_.border_codes[borders] = static_cast<uint8_t>(i + 1);
   }
   std::fill(tables_.borders + borders, tables_.borders + kMidpoints + 1, std::numeric_limits<uint32_t>::max());
+  std::fill(tables_.border_codes + borders + 1, tables_.border_codes + kCodes, 0);  // not used
 
   tables_.one_border_a_bucket = true;
   int border = 0;
@@ -263,15 +264,27 @@ void Table::FillBuckets() {
 }
 
 void Table::FillSearch() {
+  const auto signed_key = [this](int border) { return tables_.borders[border] ^ 0x80000000u; };
+  const auto upper_half = [&](int border) { return static_cast<int16_t>(signed_key(border) >> 16); };
   tables_.search[0] = 0.0f;
-  for (int step = 0; step < 8; ++step) {
+  tables_.border_search[0] = 0;
+  for (int step = 0; step <= 8; ++step) {
     for (int outcomes = 0; outcomes < 1 << step; ++outcomes) {
       int codes = kCodes, first = 0;  // that are left, and the first of them
       for (int i = 0; i < step; ++i) {
         codes /= 2;
         if (outcomes >> i & 1) first += codes;
       }
-      tables_.search[(1 << step) + outcomes] = tables_.midpoints[first + codes / 2 - 1];
+      if (step < 8) {
+        tables_.search[(1 << step) + outcomes] = tables_.midpoints[first + codes / 2 - 1];
+        tables_.border_search[(1 << step) + outcomes] = upper_half(first + codes / 2 - 1);
+      } else {
+        for (int byte = 0; byte < 4; ++byte) {
+          tables_.border_planes[byte][outcomes] = static_cast<uint8_t>(signed_key(first) >> (8 * byte));
+        }
+        tables_.code_below[outcomes] = tables_.border_codes[first];
+        tables_.code_above[outcomes] = tables_.border_codes[std::min(first + 1, kMidpoints)];
+      }
     }
   }
 }
@@ -336,27 +349,29 @@ void Reduce(const Table& table, const Layout& layout, const std::vector<const T*
   AppendChunk(layout, rank, 0, &runs);
   ClearUnused(layout, rank, false, message);
   const float inverse_ranks = 1.0f / static_cast<float>(layout.ranks);
-  const auto load = [&](const Tile& tile, float* sum) {
+  // The mean is taken from a sum that begins with 0: without that, zeros may have another sign, but no other code.
+  const auto load = [&](const Tile& tile, float* scratch) {
     const Loops& loops = table.loops();
-    const T* own = tensors[tile.run->tensor] + tile.begin;
+    alignas(64) float own_scratch[kTile];
+    const float* own = ToFloat(loops, tensors[tile.run->tensor] + tile.begin, tile.elements, own_scratch);
+    const float* sum = nullptr;
     for (int64_t r = 0; r < layout.ranks; ++r) {
-      const uint8_t* from = received + r * layout.chunk_bytes;
+      const float factor = r + 1 == layout.ranks ? inverse_ranks : 1.0f;
+      const uint8_t* codes = received + r * layout.chunk_bytes + tile.code;
+      const uint8_t* absmax = received + r * layout.chunk_bytes + tile.absmax;
       if (r == rank) {
-        alignas(64) float scratch[kTile];
-        const float* x = ToFloat(loops, own, tile.elements, scratch);
-        if (r == 0) {
-          std::copy_n(x, tile.elements, sum);
-        } else {
-          loops.add(x, tile.elements, sum);
-        }
-      } else if (r == 0) {  // for 0 + decoded; they differ in the sign of zeros, which codes do not have
-        loops.decode(table.tables(), from + tile.code, LoadAbsmax(from + tile.absmax), 1.0f, tile.elements, sum);
-      } else {
-        loops.add_decoded(table.tables(), from + tile.code, LoadAbsmax(from + tile.absmax), tile.elements, sum);
+        if (r > 0) loops.add(sum, own, factor, tile.elements, scratch);
+        sum = r > 0 ? scratch : own;
+        continue;
       }
+      if (r > 0) {
+        loops.add_decoded(table.tables(), sum, codes, LoadAbsmax(absmax), factor, tile.elements, scratch);
+      } else {
+        loops.decode(table.tables(), codes, LoadAbsmax(absmax), factor, tile.elements, scratch);
+      }
+      sum = scratch;
     }
-    loops.multiply(inverse_ranks, tile.elements, sum);
-    return static_cast<const float*>(sum);
+    return sum;
   };
   EncodeTiles(table, Tiles(std::move(runs), layout.block_size), layout.ranks * kTile * kNanosecondsPerElement,
               parallel_for, load, message, message);

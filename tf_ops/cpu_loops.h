@@ -48,6 +48,14 @@ struct CodingTables {
   // the outcome of step i.
   float search[kCodes];
 
+  // The same for borders, by the upper halves of their keys as signed integers. Where it ends, r has 8 outcomes: b
+  // borders have a smaller upper half. Then border_planes are the bytes of the next border's key, code_below and
+  // code_above the codes on its two sides.
+  int16_t border_search[kCodes];
+  uint8_t border_planes[4][kCodes];
+  uint8_t code_below[kCodes];
+  uint8_t code_above[kCodes];
+
   // Vector decoding: byte b of values[i] is planes[b][i].
   uint8_t planes[4][kCodes];
 };
@@ -58,10 +66,11 @@ struct Loops {
   // x = decoded * factor
   void (*decode)(const CodingTables& tables, const uint8_t* codes, float absmax, float factor, int64_t elements,
                  float* x);
-  // x += decoded
-  void (*add_decoded)(const CodingTables& tables, const uint8_t* codes, float absmax, int64_t elements, float* x);
-  void (*add)(const float* y, int64_t elements, float* x);
-  void (*multiply)(float factor, int64_t elements, float* x);
+  // x = (y + decoded) * factor; y may be x.
+  void (*add_decoded)(const CodingTables& tables, const float* y, const uint8_t* codes, float absmax, float factor,
+                      int64_t elements, float* x);
+  // x = (y + z) * factor; y may be x.
+  void (*add)(const float* y, const float* z, float factor, int64_t elements, float* x);
   void (*half_to_float)(const Eigen::half* from, int64_t elements, float* to);
   void (*float_to_half)(const float* from, int64_t elements, Eigen::half* to);
   void (*bfloat16_to_float)(const Eigen::bfloat16* from, int64_t elements, float* to);
@@ -94,12 +103,8 @@ EIGHTBIT_INLINE uint32_t MaxMagnitudeBits(const float* x, int64_t elements) {
   return result;
 }
 
-EIGHTBIT_INLINE void Add(const float* y, int64_t elements, float* x) {
-  for (int64_t i = 0; i < elements; ++i) x[i] += y[i];
-}
-
-EIGHTBIT_INLINE void Multiply(float factor, int64_t elements, float* x) {
-  for (int64_t i = 0; i < elements; ++i) x[i] *= factor;
+EIGHTBIT_INLINE void Add(const float* y, const float* z, float factor, int64_t elements, float* x) {
+  for (int64_t i = 0; i < elements; ++i) x[i] = (y[i] + z[i]) * factor;
 }
 
 EIGHTBIT_INLINE void BFloat16ToFloat(const Eigen::bfloat16* from, int64_t elements, float* to) {
@@ -144,9 +149,9 @@ inline void DecodePlain(const CodingTables& tables, const uint8_t* codes, float 
   for (int64_t i = 0; i < elements; ++i) x[i] = Decode(tables.values, codes[i], absmax) * factor;
 }
 
-inline void AddDecodedPlain(const CodingTables& tables, const uint8_t* codes, float absmax, int64_t elements,
-                            float* x) {
-  for (int64_t i = 0; i < elements; ++i) x[i] += Decode(tables.values, codes[i], absmax);
+inline void AddDecodedPlain(const CodingTables& tables, const float* y, const uint8_t* codes, float absmax,
+                            float factor, int64_t elements, float* x) {
+  for (int64_t i = 0; i < elements; ++i) x[i] = (y[i] + Decode(tables.values, codes[i], absmax)) * factor;
 }
 
 inline void HalfToFloatPlain(const Eigen::half* from, int64_t elements, float* to) {
@@ -161,9 +166,8 @@ inline void FloatToHalfPlain(const float* from, int64_t elements, Eigen::half* t
   target inline uint32_t MaxMagnitudeBits##suffix(const float* x, int64_t elements) {                               \
     return loops::MaxMagnitudeBits(x, elements);                                                                    \
   }                                                                                                                 \
-  target inline void Add##suffix(const float* y, int64_t elements, float* x) { loops::Add(y, elements, x); }        \
-  target inline void Multiply##suffix(float factor, int64_t elements, float* x) {                                   \
-    loops::Multiply(factor, elements, x);                                                                           \
+  target inline void Add##suffix(const float* y, const float* z, float factor, int64_t elements, float* x) {        \
+    loops::Add(y, z, factor, elements, x);                                                                          \
   }                                                                                                                 \
   target inline void BFloat16ToFloat##suffix(const Eigen::bfloat16* from, int64_t elements, float* to) {            \
     loops::BFloat16ToFloat(from, elements, to);                                                                     \
@@ -212,8 +216,8 @@ constexpr int kStep = 64;
 
 EIGHTBIT_AVX512 EIGHTBIT_INLINE __m512i LoadBytes(const void* from) { return _mm512_loadu_si512(from); }
 
-// The search of codec.h for kVectors times 16 scaled elements. A step needs the outcome of the one before, and so waits:
-// the vectors take turns. Bit i of a result is the outcome of step i: a code, read backwards.
+// The search of codec.h for kVectors times 16 scaled elements. A step needs the outcome of the one before, and so
+// waits: the vectors take turns. Bit i of a result is the outcome of step i: a code, read backwards.
 constexpr int kVectors = kStep / 16;
 
 class SearchAvx512 {
@@ -307,17 +311,138 @@ EIGHTBIT_AVX512 inline void EncodeSearchAvx512(const CodingTables& tables, const
   }
 }
 
+// With keys as in plain coding, but signed: 32 upper halves to a vector are searched, to which bytes of VBMI then give
+// the one border that may share a key's upper half, and its codes.
+class BorderSearchVbmi {
+ public:
+  EIGHTBIT_VBMI EIGHTBIT_INLINE explicit BorderSearchVbmi(const CodingTables& tables) : tables_(tables) {
+    const int16_t* search = tables.border_search;
+    step0_ = _mm512_set1_epi16(search[1]);
+    for (int i = 0; i < 5; ++i) step1_to_5_[i] = LoadBytes(search + (2 << i));
+    for (int i = 0; i < 2; ++i) step6_[i] = LoadBytes(search + 64 + 32 * i);
+    for (int i = 0; i < 4; ++i) step7_[i] = LoadBytes(search + 128 + 32 * i);
+  }
+
+  // kVectors times 32 elements. A step of the search waits for the one before: the vectors take turns.
+  template <int kVectors>
+  EIGHTBIT_VBMI EIGHTBIT_INLINE void Encode(const float* x, __m512 raise, __m512 inverse, uint8_t* codes) const {
+    __m512i high[kVectors], low[kVectors], r[kVectors];
+    for (int i = 0; i < kVectors; ++i) {
+      SplitKeys(Scaled(x + 32 * i, raise, inverse), Scaled(x + 32 * i + 16, raise, inverse), &high[i], &low[i]);
+    }
+    Search<kVectors>(high, r);
+    for (int i = 0; i < kVectors; i += 2) Finish(high + i, low + i, r + i, codes + 32 * i);
+  }
+
+ private:
+  EIGHTBIT_VBMI static EIGHTBIT_INLINE __m512i Scaled(const float* x, __m512 raise, __m512 inverse) {
+    return _mm512_castps_si512(_mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x), raise), inverse));
+  }
+
+  // The halves of the keys of 32 floats, given as bits.
+  EIGHTBIT_VBMI static EIGHTBIT_INLINE void SplitKeys(__m512i a, __m512i b, __m512i* high, __m512i* low) {
+    // The words 0, 2, 4, ... and 1, 3, 5, ... of both.
+    const __m512i pairs = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60);
+    const __m512i even = _mm512_or_si512(pairs, _mm512_slli_epi32(_mm512_add_epi32(pairs, _mm512_set1_epi32(2)), 16));
+    const __m512i odd = _mm512_add_epi16(even, _mm512_set1_epi16(1));
+    *high = _mm512_permutex2var_epi16(a, odd, b);
+    const __m512i sign = _mm512_srai_epi16(*high, 15);
+    *high = _mm512_xor_si512(*high, _mm512_and_si512(sign, _mm512_set1_epi16(0x7fff)));
+    *low = _mm512_xor_si512(_mm512_permutex2var_epi16(a, even, b), sign);
+  }
+
+  template <int kVectors>
+  EIGHTBIT_VBMI EIGHTBIT_INLINE void Search(const __m512i* x, __m512i* r) const {
+    __mmask32 outcome[kVectors];
+    for (int i = 0; i < kVectors; ++i) {
+      r[i] = _mm512_srli_epi16(_mm512_movm_epi16(_mm512_cmpgt_epi16_mask(x[i], step0_)), 15);
+    }
+    for (int step = 1; step < 6; ++step) {
+      for (int i = 0; i < kVectors; ++i) {
+        Compare(_mm512_permutexvar_epi16(r[i], step1_to_5_[step - 1]), x[i], step, &r[i]);
+      }
+    }
+    for (int i = 0; i < kVectors; ++i) {
+      outcome[i] = Compare(_mm512_permutex2var_epi16(step6_[0], r[i], step6_[1]), x[i], 6, &r[i]);
+    }
+    for (int i = 0; i < kVectors; ++i) {
+      Compare(_mm512_mask_blend_epi16(outcome[i], _mm512_permutex2var_epi16(step7_[0], r[i], step7_[1]),
+                                      _mm512_permutex2var_epi16(step7_[2], r[i], step7_[3])),
+              x[i], 7, &r[i]);
+    }
+  }
+
+  // The codes of 64 elements, from two vectors of each.
+  EIGHTBIT_VBMI EIGHTBIT_INLINE void Finish(const __m512i* high, const __m512i* low, const __m512i* r,
+                                            uint8_t* codes) const {
+    // Packing and unpacking work within lanes of 16 bytes: the one undoes the other, and `order` what is left.
+    const __m512i index = _mm512_packus_epi16(r[0], r[1]);
+    const __mmask64 bit7 = _mm512_movepi8_mask(index);
+    const __m512i byte0 = Lookup(tables_.border_planes[0], index, bit7);
+    const __m512i byte1 = Lookup(tables_.border_planes[1], index, bit7);
+    const __m512i byte2 = Lookup(tables_.border_planes[2], index, bit7);
+    const __m512i byte3 = Lookup(tables_.border_planes[3], index, bit7);
+    const __m512i above = _mm512_packs_epi16(
+        IsAbove(_mm512_unpacklo_epi8(byte2, byte3), _mm512_unpacklo_epi8(byte0, byte1), high[0], low[0]),
+        IsAbove(_mm512_unpackhi_epi8(byte2, byte3), _mm512_unpackhi_epi8(byte0, byte1), high[1], low[1]));
+    const __m512i result = _mm512_mask_blend_epi8(_mm512_movepi8_mask(above), Lookup(tables_.code_below, index, bit7),
+                                                  Lookup(tables_.code_above, index, bit7));
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    _mm512_storeu_si512(codes, _mm512_permutexvar_epi64(order, result));
+  }
+
+  EIGHTBIT_VBMI static EIGHTBIT_INLINE __mmask32 Compare(__m512i border, __m512i x, int step, __m512i* r) {
+    const __mmask32 outcome = _mm512_cmpgt_epi16_mask(x, border);
+    *r = _mm512_mask_add_epi16(*r, outcome, *r, _mm512_set1_epi16(static_cast<int16_t>(1 << step)));
+    return outcome;
+  }
+
+  // 0xffff where the border with these halves is below the key, and has its upper half.
+  EIGHTBIT_VBMI static EIGHTBIT_INLINE __m512i IsAbove(__m512i border_high, __m512i border_low, __m512i high,
+                                                       __m512i low) {
+    const __mmask32 same = _mm512_cmpeq_epi16_mask(border_high, high);
+    return _mm512_movm_epi16(_mm512_mask_cmplt_epu16_mask(same, border_low, low));
+  }
+
+  EIGHTBIT_VBMI static EIGHTBIT_INLINE __m512i Lookup(const uint8_t* table, __m512i index, __mmask64 bit7) {
+    return _mm512_mask_blend_epi8(bit7, _mm512_permutex2var_epi8(LoadBytes(table), index, LoadBytes(table + 64)),
+                                  _mm512_permutex2var_epi8(LoadBytes(table + 128), index, LoadBytes(table + 192)));
+  }
+
+  const CodingTables& tables_;
+  __m512i step0_, step1_to_5_[5], step6_[2], step7_[4];
+};
+
+EIGHTBIT_VBMI inline void EncodeVbmi(const CodingTables& tables, const float* x, BlockScale scale, int64_t elements,
+                                     uint8_t* codes) {
+  if (!tables.one_border_a_bucket) return EncodeSearchAvx512(tables, x, scale, elements, codes);
+  const BorderSearchVbmi search(tables);
+  const __m512 raise = _mm512_set1_ps(scale.raise), inverse = _mm512_set1_ps(scale.inverse);
+  int64_t i = 0;
+  for (; i + 2 * kStep <= elements; i += 2 * kStep) search.Encode<4>(x + i, raise, inverse, codes + i);
+  while (i < elements) {
+    const int64_t count = std::min<int64_t>(kStep, elements - i);
+    float rest[kStep] = {};
+    uint8_t rest_codes[kStep];
+    memcpy(rest, x + i, count * sizeof(float));
+    search.Encode<2>(rest, raise, inverse, rest_codes);
+    memcpy(codes + i, rest_codes, count);
+    i += count;
+  }
+}
+
 // What becomes of decoded elements.
-struct StoreTimes {
+struct Times {
   __m512 factor;
-  EIGHTBIT_AVX512 EIGHTBIT_INLINE void operator()(__m512 decoded, float* x) const {
+  EIGHTBIT_AVX512 EIGHTBIT_INLINE void operator()(__m512 decoded, const float*, float* x) const {
     _mm512_storeu_ps(x, _mm512_mul_ps(decoded, factor));
   }
 };
 
-struct AddTo {
-  EIGHTBIT_AVX512 EIGHTBIT_INLINE void operator()(__m512 decoded, float* x) const {
-    _mm512_storeu_ps(x, _mm512_add_ps(_mm512_loadu_ps(x), decoded));
+struct PlusTimes {
+  __m512 factor;
+  EIGHTBIT_AVX512 EIGHTBIT_INLINE void operator()(__m512 decoded, const float* y, float* x) const {
+    _mm512_storeu_ps(x, _mm512_mul_ps(_mm512_add_ps(_mm512_loadu_ps(y), decoded), factor));
   }
 };
 
@@ -329,7 +454,7 @@ class DecodeAvx512 {
   }
 
   template <typename Sink>
-  EIGHTBIT_AVX512 EIGHTBIT_INLINE void operator()(const uint8_t* codes, __m512 absmax, const Sink& sink,
+  EIGHTBIT_AVX512 EIGHTBIT_INLINE void operator()(const uint8_t* codes, __m512 absmax, const Sink& sink, const float* y,
                                                   float* x) const {
     for (int i = 0; i < kStep; i += 16) {
       const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)));
@@ -337,18 +462,17 @@ class DecodeAvx512 {
       const __mmask16 bit6 = _mm512_test_epi32_mask(code, _mm512_set1_epi32(64));
       const __mmask16 bit7 = _mm512_test_epi32_mask(code, _mm512_set1_epi32(128));
       const __m512 low = Quarters(values_, code, bit5, bit6), high = Quarters(values_ + 8, code, bit5, bit6);
-      sink(_mm512_mul_ps(_mm512_mask_blend_ps(bit7, low, high), absmax), x + i);
+      sink(_mm512_mul_ps(_mm512_mask_blend_ps(bit7, low, high), absmax), y + i, x + i);
     }
   }
 
  private:
   EIGHTBIT_AVX512 static EIGHTBIT_INLINE __m512 Quarters(const __m512* v, __m512i code, __mmask16 bit5,
                                                          __mmask16 bit6) {
-    return _mm512_mask_blend_ps(bit6,
-                                _mm512_mask_blend_ps(bit5, _mm512_permutex2var_ps(v[0], code, v[1]),
-                                                     _mm512_permutex2var_ps(v[2], code, v[3])),
-                                _mm512_mask_blend_ps(bit5, _mm512_permutex2var_ps(v[4], code, v[5]),
-                                                     _mm512_permutex2var_ps(v[6], code, v[7])));
+    return _mm512_mask_blend_ps(
+        bit6,
+        _mm512_mask_blend_ps(bit5, _mm512_permutex2var_ps(v[0], code, v[1]), _mm512_permutex2var_ps(v[2], code, v[3])),
+        _mm512_mask_blend_ps(bit5, _mm512_permutex2var_ps(v[4], code, v[5]), _mm512_permutex2var_ps(v[6], code, v[7])));
   }
 
   __m512 values_[16];
@@ -364,7 +488,7 @@ class DecodeVbmi {
   }
 
   template <typename Sink>
-  EIGHTBIT_VBMI EIGHTBIT_INLINE void operator()(const uint8_t* codes, __m512 absmax, const Sink& sink,
+  EIGHTBIT_VBMI EIGHTBIT_INLINE void operator()(const uint8_t* codes, __m512 absmax, const Sink& sink, const float* y,
                                                 float* x) const {
     // Unpacking works within lanes of 16 bytes: with the codes in this order, its results are in theirs.
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -374,10 +498,10 @@ class DecodeVbmi {
     const __m512i byte2 = Lookup(2, code, bit7), byte3 = Lookup(3, code, bit7);
     const __m512i low01 = _mm512_unpacklo_epi8(byte0, byte1), high01 = _mm512_unpackhi_epi8(byte0, byte1);
     const __m512i low23 = _mm512_unpacklo_epi8(byte2, byte3), high23 = _mm512_unpackhi_epi8(byte2, byte3);
-    sink(_mm512_mul_ps(_mm512_castsi512_ps(_mm512_unpacklo_epi16(low01, low23)), absmax), x);
-    sink(_mm512_mul_ps(_mm512_castsi512_ps(_mm512_unpackhi_epi16(low01, low23)), absmax), x + 16);
-    sink(_mm512_mul_ps(_mm512_castsi512_ps(_mm512_unpacklo_epi16(high01, high23)), absmax), x + 32);
-    sink(_mm512_mul_ps(_mm512_castsi512_ps(_mm512_unpackhi_epi16(high01, high23)), absmax), x + 48);
+    sink(_mm512_mul_ps(_mm512_castsi512_ps(_mm512_unpacklo_epi16(low01, low23)), absmax), y, x);
+    sink(_mm512_mul_ps(_mm512_castsi512_ps(_mm512_unpackhi_epi16(low01, low23)), absmax), y + 16, x + 16);
+    sink(_mm512_mul_ps(_mm512_castsi512_ps(_mm512_unpacklo_epi16(high01, high23)), absmax), y + 32, x + 32);
+    sink(_mm512_mul_ps(_mm512_castsi512_ps(_mm512_unpackhi_epi16(high01, high23)), absmax), y + 48, x + 48);
   }
 
  private:
@@ -390,30 +514,30 @@ class DecodeVbmi {
   __m512i planes_[4][4];
 };
 
-#define EIGHTBIT_DECODE_LOOPS(suffix, target)                                                                   \
-  template <typename Sink>                                                                                      \
-  target EIGHTBIT_INLINE void DecodeSteps##suffix(const CodingTables& tables, const uint8_t* codes, float absmax, \
-                                                  const Sink& sink, int64_t elements, float* x) {               \
-    const Decode##suffix decode(tables);                                                                        \
-    const __m512 absmaxes = _mm512_set1_ps(absmax);                                                             \
-    int64_t i = 0;                                                                                              \
-    for (; i + kStep <= elements; i += kStep) decode(codes + i, absmaxes, sink, x + i);                         \
-    if (i < elements) {                                                                                         \
-      uint8_t rest_codes[kStep] = {};                                                                           \
-      float rest[kStep] = {};                                                                                   \
-      memcpy(rest_codes, codes + i, elements - i);                                                              \
-      memcpy(rest, x + i, (elements - i) * sizeof(float));                                                      \
-      decode(rest_codes, absmaxes, sink, rest);                                                                 \
-      memcpy(x + i, rest, (elements - i) * sizeof(float));                                                      \
-    }                                                                                                           \
-  }                                                                                                             \
+#define EIGHTBIT_DECODE_LOOPS(suffix, target)                                                                       \
+  template <typename Sink>                                                                                          \
+  target EIGHTBIT_INLINE void DecodeSteps##suffix(const CodingTables& tables, const uint8_t* codes, float absmax,   \
+                                                  const Sink& sink, const float* y, int64_t elements, float* x) {   \
+    const Decode##suffix decode(tables);                                                                            \
+    const __m512 absmaxes = _mm512_set1_ps(absmax);                                                                 \
+    int64_t i = 0;                                                                                                  \
+    for (; i + kStep <= elements; i += kStep) decode(codes + i, absmaxes, sink, y + i, x + i);                      \
+    if (i < elements) {                                                                                             \
+      uint8_t rest_codes[kStep] = {};                                                                               \
+      float rest[kStep] = {};                                                                                       \
+      memcpy(rest_codes, codes + i, elements - i);                                                                  \
+      memcpy(rest, y + i, (elements - i) * sizeof(float));                                                          \
+      decode(rest_codes, absmaxes, sink, rest, rest);                                                               \
+      memcpy(x + i, rest, (elements - i) * sizeof(float));                                                          \
+    }                                                                                                               \
+  }                                                                                                                 \
   target inline void DecodeTo##suffix(const CodingTables& tables, const uint8_t* codes, float absmax, float factor, \
-                                      int64_t elements, float* x) {                                             \
-    DecodeSteps##suffix(tables, codes, absmax, StoreTimes{_mm512_set1_ps(factor)}, elements, x);                \
-  }                                                                                                             \
-  target inline void AddDecoded##suffix(const CodingTables& tables, const uint8_t* codes, float absmax,         \
-                                        int64_t elements, float* x) {                                           \
-    DecodeSteps##suffix(tables, codes, absmax, AddTo{}, elements, x);                                           \
+                                      int64_t elements, float* x) {                                                 \
+    DecodeSteps##suffix(tables, codes, absmax, Times{_mm512_set1_ps(factor)}, x, elements, x);                      \
+  }                                                                                                                 \
+  target inline void AddDecoded##suffix(const CodingTables& tables, const float* y, const uint8_t* codes,           \
+                                        float absmax, float factor, int64_t elements, float* x) {                   \
+    DecodeSteps##suffix(tables, codes, absmax, PlusTimes{_mm512_set1_ps(factor)}, y, elements, x);                  \
   }
 
 EIGHTBIT_DECODE_LOOPS(Avx512, EIGHTBIT_AVX512)
@@ -459,14 +583,13 @@ inline const char* NameOf(InstructionSet set) {
 
 // set: one that this CPU has.
 inline Loops LoopsFor(InstructionSet set) {
-  Loops loops = {MaxMagnitudeBitsPlain, EncodePlain,      DecodePlain,      AddDecodedPlain,      AddPlain,
-                 MultiplyPlain,         HalfToFloatPlain, FloatToHalfPlain, BFloat16ToFloatPlain, FloatToBFloat16Plain};
+  Loops loops = {MaxMagnitudeBitsPlain, EncodePlain,      DecodePlain,          AddDecodedPlain,     AddPlain,
+                 HalfToFloatPlain,      FloatToHalfPlain, BFloat16ToFloatPlain, FloatToBFloat16Plain};
 #ifdef EIGHTBIT_X86
   if (set >= InstructionSet::kAvx2) {
     loops.max_magnitude_bits = MaxMagnitudeBitsAvx2;
     loops.encode = EncodeAvx2;
     loops.add = AddAvx2;
-    loops.multiply = MultiplyAvx2;
     loops.half_to_float = HalfToFloatAvx2;
     loops.float_to_half = FloatToHalfAvx2;
     loops.bfloat16_to_float = BFloat16ToFloatAvx2;
@@ -478,6 +601,7 @@ inline Loops LoopsFor(InstructionSet set) {
     loops.add_decoded = AddDecodedAvx512;
   }
   if (set >= InstructionSet::kAvx512Vbmi) {
+    loops.encode = EncodeVbmi;
     loops.decode = DecodeToVbmi;
     loops.add_decoded = AddDecodedVbmi;
   }
