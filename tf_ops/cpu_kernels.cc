@@ -173,10 +173,15 @@ void ClearUnused(const Layout& layout, int64_t chunk, bool all, uint8_t* message
   memset(message + absmax_end, 0, layout.chunk_bytes - absmax_end);
 }
 
-// Codes every tile. load(tile, scratch) returns its elements as float32, in scratch or wherever they are.
-template <typename Load>
-void EncodeTiles(const Table& table, const Tiles& tiles, int64_t cost, const ParallelFor& parallel_for,
-                 const Load& load, uint8_t* codes, uint8_t* absmax) {
+// Codes every tile of the tensors. load(tile, scratch) returns its elements as float32, in scratch or wherever they
+// are.
+template <typename T, typename Load>
+void EncodeTiles(const Table& table, const std::vector<const T*>& tensors, const Tiles& tiles, int64_t cost,
+                 const ParallelFor& parallel_for, const Load& load, uint8_t* codes, uint8_t* absmax) {
+  const auto encode = [&](const Tile& tile, const float* x, float block_absmax) {
+    const T* next = tensors[tile.run->tensor] + tile.begin + tile.elements;
+    table.EncodeBlock(x, tile.elements, block_absmax, codes + tile.code, next);
+  };
   if (tiles.blocks_are_tiles()) {
     parallel_for(tiles.count(), cost, [&](int64_t begin, int64_t end) {
       KeepSubnormals keep;
@@ -185,7 +190,7 @@ void EncodeTiles(const Table& table, const Tiles& tiles, int64_t cost, const Par
         const float* x = load(tile, scratch);
         const float block_absmax = AbsmaxFromBits(table.loops().max_magnitude_bits(x, tile.elements));
         StoreAbsmax(block_absmax, absmax + tile.absmax);
-        table.EncodeBlock(x, tile.elements, block_absmax, codes + tile.code);
+        encode(tile, x, block_absmax);
       });
     });
     return;
@@ -207,7 +212,7 @@ void EncodeTiles(const Table& table, const Tiles& tiles, int64_t cost, const Par
     KeepSubnormals keep;
     alignas(64) float scratch[kTile];
     tiles.ForEach(begin, end, [&](int64_t, const Tile& tile) {
-      table.EncodeBlock(load(tile, scratch), tile.elements, LoadAbsmax(absmax + tile.absmax), codes + tile.code);
+      encode(tile, load(tile, scratch), LoadAbsmax(absmax + tile.absmax));
     });
   });
 }
@@ -299,9 +304,9 @@ void Table::FillPlanes() {
 
 bool Table::Holds(const float* values) const { return memcmp(tables_.values, values, sizeof(tables_.values)) == 0; }
 
-void Table::EncodeBlock(const float* x, int64_t elements, float absmax, uint8_t* codes) const {
+void Table::EncodeBlock(const float* x, int64_t elements, float absmax, uint8_t* codes, const void* next) const {
   if (IsCodable(absmax)) {
-    loops_.encode(tables_, x, ScaleOf(absmax), elements, codes);
+    loops_.encode(tables_, x, ScaleOf(absmax), elements, codes, next);
   } else {
     memset(codes, zero_code_, elements);
   }
@@ -314,8 +319,8 @@ void Quantize(const Table& table, const T* x, int64_t elements, int64_t block_si
   const auto load = [&](const Tile& tile, float* scratch) {
     return ToFloat(table.loops(), x + tile.begin, tile.elements, scratch);
   };
-  EncodeTiles(table, tiles, kTile * kNanosecondsPerElement, parallel_for, load, codes,
-              reinterpret_cast<uint8_t*>(absmax));
+  EncodeTiles<T>(table, {x}, tiles, kTile * kNanosecondsPerElement, parallel_for, load, codes,
+                 reinterpret_cast<uint8_t*>(absmax));
 }
 
 template <typename T>
@@ -338,8 +343,8 @@ void Pack(const Table& table, const Layout& layout, const std::vector<const T*>&
   const auto load = [&](const Tile& tile, float* scratch) {
     return ToFloat(table.loops(), tensors[tile.run->tensor] + tile.begin, tile.elements, scratch);
   };
-  EncodeTiles(table, Tiles(std::move(runs), layout.block_size), kTile * kNanosecondsPerElement, parallel_for, load,
-              messages, messages);
+  EncodeTiles(table, tensors, Tiles(std::move(runs), layout.block_size), kTile * kNanosecondsPerElement, parallel_for,
+              load, messages, messages);
 }
 
 template <typename T>
@@ -373,7 +378,7 @@ void Reduce(const Table& table, const Layout& layout, const std::vector<const T*
     }
     return sum;
   };
-  EncodeTiles(table, Tiles(std::move(runs), layout.block_size), layout.ranks * kTile * kNanosecondsPerElement,
+  EncodeTiles(table, tensors, Tiles(std::move(runs), layout.block_size), layout.ranks * kTile * kNanosecondsPerElement,
               parallel_for, load, message, message);
 }
 

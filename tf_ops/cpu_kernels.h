@@ -30,8 +30,8 @@ class Table {
   const Loops& loops() const { return loops_; }
   const CodingTables& tables() const { return tables_; }
 
-  // codes[i] = the code of x[i] / absmax.
-  void EncodeBlock(const float* x, int64_t elements, float absmax, uint8_t* codes) const;
+  // codes[i] = the code of x[i] / absmax. next: see Loops::encode.
+  void EncodeBlock(const float* x, int64_t elements, float absmax, uint8_t* codes, const void* next) const;
 
  private:
   void FillBuckets();
