@@ -23,8 +23,10 @@ TF_PACKAGE := $(if $(filter x86_64,$(shell uname -m)),tensorflow-cpu,tensorflow)
 TF_KERAS := $(if $(filter 2.15,$(MINOR)),,tf-keras==$(MINOR).*)
 # Horovod takes MPI in where it can be built and run, and always its embedded Gloo.
 HAVE_MPI := $(shell command -v mpirun >/dev/null && command -v mpicxx >/dev/null && echo 1)
+# Its jobs are as many as the cores. Left to itself Horovod starts 8, or, as any setting of ours is in MAKEFLAGS, one.
+JOBS := $(shell nproc)
 HOROVOD_FLAGS := HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 \
-	$(if $(HAVE_MPI),HOROVOD_WITH_MPI=1,HOROVOD_WITHOUT_MPI=1)
+	$(if $(HAVE_MPI),HOROVOD_WITH_MPI=1,HOROVOD_WITHOUT_MPI=1) MAKEFLAGS=-j$(JOBS)
 HOROVOD_STAMP := $(STAMP)-horovod$(if $(HAVE_MPI),-mpi)
 
 # The op lies in the checkout, whatever the environment: built for another TensorFlow, or removed, it is built again.
