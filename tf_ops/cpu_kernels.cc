@@ -74,6 +74,66 @@ EIGHTBIT_CLONES void Multiply(float factor, int64_t elements, float* x) {
   for (int64_t i = 0; i < elements; ++i) x[i] *= factor;
 }
 
+#if defined(__x86_64__) && defined(__GNUC__)
+bool HasAvx512() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"); }
+
+// Encode of codec.h for 16 elements at a time. After each of its 8 steps, `code` holds the bits of the codes so far;
+// the midpoints that the next step may look at, twice as many each time, are in one register, then 2, 4 and 8.
+__attribute__((target("avx512f,avx512bw"))) void EncodeAvx512(const float* levels, const float* x, int64_t elements,
+                                                              BlockScale scale, uint8_t* codes) {
+  constexpr int kLevel = kCodes / 2;
+  const auto table = [levels](int level, int part) __attribute__((target("avx512f,avx512bw"))) {
+    return _mm512_load_ps(levels + level * kLevel + part * 16);
+  };
+  const __m512 level0 = _mm512_set1_ps(levels[0]);
+  const __m512 level1 = table(1, 0), level2 = table(2, 0), level3 = table(3, 0), level4 = table(4, 0);
+  const __m512 level5[2] = {table(5, 0), table(5, 1)};
+  const __m512 level6[4] = {table(6, 0), table(6, 1), table(6, 2), table(6, 3)};
+  const __m512 level7[8] = {table(7, 0), table(7, 1), table(7, 2), table(7, 3),
+                            table(7, 4), table(7, 5), table(7, 6), table(7, 7)};
+  const __m512 raise = _mm512_set1_ps(scale.raise), inverse = _mm512_set1_ps(scale.inverse);
+  const __m512i one = _mm512_set1_epi32(1), bit5 = _mm512_set1_epi32(32), bit6 = _mm512_set1_epi32(64);
+
+  const auto encode = [&](__m512 x) __attribute__((target("avx512f,avx512bw"))) {
+    const __m512 scaled = _mm512_mul_ps(_mm512_mul_ps(x, raise), inverse);
+    __m512i code = _mm512_maskz_mov_epi32(_mm512_cmp_ps_mask(level0, scaled, _CMP_LT_OQ), one);
+    const auto step = [&](__m512 midpoint) __attribute__((target("avx512f,avx512bw"))) {
+      const __mmask16 above = _mm512_cmp_ps_mask(midpoint, scaled, _CMP_LT_OQ);
+      code = _mm512_add_epi32(code, code);
+      code = _mm512_mask_add_epi32(code, above, code, one);
+    };
+    step(_mm512_permutexvar_ps(code, level1));
+    step(_mm512_permutexvar_ps(code, level2));
+    step(_mm512_permutexvar_ps(code, level3));
+    step(_mm512_permutexvar_ps(code, level4));
+    step(_mm512_permutex2var_ps(level5[0], code, level5[1]));
+    step(_mm512_mask_blend_ps(_mm512_test_epi32_mask(code, bit5), _mm512_permutex2var_ps(level6[0], code, level6[1]),
+                              _mm512_permutex2var_ps(level6[2], code, level6[3])));
+    const __mmask16 odd = _mm512_test_epi32_mask(code, bit5);
+    step(_mm512_mask_blend_ps(_mm512_test_epi32_mask(code, bit6),
+                              _mm512_mask_blend_ps(odd, _mm512_permutex2var_ps(level7[0], code, level7[1]),
+                                                   _mm512_permutex2var_ps(level7[2], code, level7[3])),
+                              _mm512_mask_blend_ps(odd, _mm512_permutex2var_ps(level7[4], code, level7[5]),
+                                                   _mm512_permutex2var_ps(level7[6], code, level7[7]))));
+    return _mm512_cvtepi32_epi8(code);
+  };
+
+  int64_t i = 0;
+  for (; i + 16 <= elements; i += 16) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), encode(_mm512_loadu_ps(x + i)));
+  }
+  if (i < elements) {
+    const __mmask16 rest = (1u << (elements - i)) - 1;
+    alignas(16) uint8_t last[16];
+    _mm_store_si128(reinterpret_cast<__m128i*>(last), encode(_mm512_maskz_loadu_ps(rest, x + i)));
+    memcpy(codes + i, last, elements - i);
+  }
+}
+#else
+bool HasAvx512() { return false; }
+void EncodeAvx512(const float*, const float*, int64_t, BlockScale, uint8_t*) {}
+#endif
+
 // float32 elements are read and written where they are, others through a tile.
 const float* ToFloat(const float* x, int64_t, float*) { return x; }
 
@@ -234,12 +294,33 @@ void DecodeTiles(const Table& table, const Tiles& tiles, const ParallelFor& para
 
 }  // namespace
 
-Table::Table(const float* values) {
+Table::Table(const float* values, Coding coding) : coding_(coding) {
   KeepSubnormals keep;
   std::copy_n(values, kCodes, values_);
   for (int i = 0; i < kMidpoints; ++i) midpoints_[i] = Midpoint(values_, i);
   zero_code_ = Encode(midpoints_, 0.0f);
+  if (coding_ == Coding::kBest) coding_ = HasAvx512() ? Coding::kAvx512 : Coding::kBuckets;
+  if (coding_ == Coding::kAvx512) {
+    if (HasAvx512()) {
+      FillLevels();
+    } else {
+      coding_ = Coding::kSearch;
+    }
+  }
+  if (coding_ == Coding::kBuckets && !FillBuckets()) coding_ = Coding::kSearch;
+}
 
+void Table::FillLevels() {
+  for (int level = 0; level < kLevels; ++level) {
+    for (int i = 0; i < kCodes / 2; ++i) {
+      const int codes = kCodes >> level;  // that are still possible
+      levels_[level][i] = i < 1 << level ? midpoints_[i * codes + codes / 2 - 1] : 0.0f;
+    }
+  }
+}
+
+// Whether no bucket has more than one border.
+bool Table::FillBuckets() {
   // borders_[j] is a midpoint, border_codes_[j] the code of what lies above j borders. Midpoints that are equal
   // (between equal values) are one border.
   int borders = 0;
@@ -251,18 +332,16 @@ Table::Table(const float* values) {
   std::fill(borders_ + borders, borders_ + kMidpoints + 1, std::numeric_limits<float>::infinity());
 
   // A bucket holds the floats that share their upper 16 bits; those of negative ones grow downwards.
-  max_borders_in_bucket_ = 0;
   for (uint32_t bucket = 0; bucket < kBuckets; ++bucket) {
     const float inner = FromBits(bucket << 16), outer = FromBits(bucket << 16 | 0xffffu);
-    if (std::isnan(inner) || std::isnan(outer)) {
-      first_border_[bucket] = 0;
-      continue;
-    }
+    first_border_[bucket] = 0;
+    if (std::isnan(inner) || std::isnan(outer)) continue;
     const float* lowest = std::lower_bound(borders_, borders_ + borders, std::min(inner, outer));
     const float* highest = std::lower_bound(borders_, borders_ + borders, std::max(inner, outer));
+    if (highest - lowest > 1) return false;
     first_border_[bucket] = static_cast<uint8_t>(lowest - borders_);
-    max_borders_in_bucket_ = std::max(max_borders_in_bucket_, static_cast<int>(highest - lowest));
   }
+  return true;
 }
 
 bool Table::Holds(const float* values) const { return memcmp(values_, values, sizeof(values_)) == 0; }
@@ -273,15 +352,20 @@ void Table::EncodeBlock(const float* x, int64_t elements, float absmax, uint8_t*
     return;
   }
   const BlockScale scale = ScaleOf(absmax);
-  if (max_borders_in_bucket_ <= 1) {
-    for (int64_t i = 0; i < elements; ++i) {
-      const float scaled = Scaled(x[i], scale);
-      const uint32_t border = first_border_[ToBits(scaled) >> 16];
-      codes[i] = border_codes_[border + (borders_[border] < scaled)];
-    }
-    return;
+  switch (coding_) {
+    case Coding::kAvx512:
+      EncodeAvx512(levels_[0], x, elements, scale, codes);
+      break;
+    case Coding::kBuckets:
+      for (int64_t i = 0; i < elements; ++i) {
+        const float scaled = Scaled(x[i], scale);
+        const uint32_t border = first_border_[ToBits(scaled) >> 16];
+        codes[i] = border_codes_[border + (borders_[border] < scaled)];
+      }
+      break;
+    default:
+      for (int64_t i = 0; i < elements; ++i) codes[i] = Encode(midpoints_, Scaled(x[i], scale));
   }
-  for (int64_t i = 0; i < elements; ++i) codes[i] = Encode(midpoints_, Scaled(x[i], scale));
 }
 
 template <typename T>

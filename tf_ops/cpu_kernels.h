@@ -19,30 +19,43 @@ namespace cpu {
 // Runs work(begin, end) over [0, total) on several threads; cost is that of one unit, in nanoseconds.
 using ParallelFor = std::function<void(int64_t total, int64_t cost, const std::function<void(int64_t, int64_t)>& work)>;
 
-// A data type with what makes coding fast: instead of searching 255 midpoints, the upper 16 bits of the scaled element
-// lead to the few midpoints that share them.
+// Ways to find a code, all with the same result. kSearch is the definition (codec.h); kBuckets goes by the upper 16
+// bits of the scaled element to the one midpoint that shares them, where a data type has no two that do; kAvx512 is the
+// search with the midpoints in registers.
+enum class Coding { kBest, kSearch, kBuckets, kAvx512 };
+
+// A data type, prepared for coding.
 class Table {
  public:
-  // values: kCodes ascending floats.
-  explicit Table(const float* values);
+  // values: kCodes ascending floats. coding: kBest, unless a test asks for another.
+  explicit Table(const float* values, Coding coding = Coding::kBest);
 
   bool Holds(const float* values) const;
   const float* values() const { return values_; }
-  uint8_t zero_code() const { return zero_code_; }
+  Coding coding() const { return coding_; }  // what is used: that asked for, or kSearch where it is not to be had
 
   // codes[i] = the code of x[i] / absmax.
   void EncodeBlock(const float* x, int64_t elements, float absmax, uint8_t* codes) const;
 
  private:
   static constexpr int kBuckets = 1 << 16;
+  static constexpr int kLevels = 8;
 
+  bool FillBuckets();
+  void FillLevels();
+
+  Coding coding_;
   float values_[kCodes];
   float midpoints_[kMidpoints];
+  uint8_t zero_code_;
+
+  // kBuckets
   float borders_[kMidpoints + 1];   // the midpoints that differ, and infinity
   uint8_t border_codes_[kCodes];    // the code above that many borders
   uint8_t first_border_[kBuckets];  // borders below all of the bucket's numbers
-  int max_borders_in_bucket_;
-  uint8_t zero_code_;
+
+  // kAvx512: the midpoints by the step of the search that looks at them
+  alignas(64) float levels_[kLevels][kCodes / 2];
 };
 
 // x: elements of type T. codes: as many. absmax: Blocks(elements, block_size).

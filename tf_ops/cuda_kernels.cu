@@ -21,7 +21,7 @@
 #include <cuda_runtime.h>
 
 #define EIGHTBIT_LAUNCH(kernel, grid, threads, stream, ...) kernel<<<grid, threads, 0, stream>>>(__VA_ARGS__)
-#define EIGHTBIT_CHECK_ALIGNED(pointer)
+#define EIGHTBIT_CHECK_ALIGNED(pointer, bytes)
 #endif
 
 namespace hvd_eightbit {
@@ -57,28 +57,46 @@ __device__ __forceinline__ void FromFloat(float x, Bfloat16* to) {
   to->bits = static_cast<uint16_t>(MagnitudeBits(x) > kInfinityBits ? kNaNBits >> 16 : rounded >> 16);
 }
 
-template <typename T, int kCount>
-struct alignas(sizeof(T) * kCount) Vector {
-  T at[kCount];
+// The type of one wide access of that many bytes.
+template <int kBytes>
+struct WordOf;
+template <>
+struct WordOf<2> {
+  using Type = uint16_t;
+};
+template <>
+struct WordOf<4> {
+  using Type = uint32_t;
+};
+template <>
+struct WordOf<8> {
+  using Type = uint2;
+};
+template <>
+struct WordOf<16> {
+  using Type = uint4;
 };
 
+template <typename T, int kCount>
+using Word = typename WordOf<sizeof(T) * kCount>::Type;
+
+// Elements in 16 bytes.
 template <typename T>
 constexpr int kVector = 16 / sizeof(T);
 
-template <typename V, typename T>
+// Whether kCount elements from this address on can be accessed as one word.
+template <int kCount, typename T>
 __device__ __forceinline__ bool IsAligned(const T* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) % alignof(V) == 0;
+  return reinterpret_cast<uintptr_t>(pointer) % sizeof(Word<T, kCount>) == 0;
 }
 
 // Elements [0, count) of `from`, at most kCount; what is beyond is left as it is.
 template <int kCount, typename T>
 __device__ __forceinline__ void LoadSome(const T* from, int64_t count, bool aligned, T* to) {
-  using V = Vector<T, kCount>;
   if (aligned && count >= kCount) {
-    EIGHTBIT_CHECK_ALIGNED(reinterpret_cast<const V*>(from));
-    const V vector = *reinterpret_cast<const V*>(from);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) to[i] = vector.at[i];
+    EIGHTBIT_CHECK_ALIGNED(from, sizeof(Word<T, kCount>));
+    const Word<T, kCount> word = *reinterpret_cast<const Word<T, kCount>*>(from);
+    memcpy(to, &word, sizeof(word));
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -89,13 +107,11 @@ __device__ __forceinline__ void LoadSome(const T* from, int64_t count, bool alig
 
 template <int kCount, typename T>
 __device__ __forceinline__ void StoreSome(const T* from, int64_t count, bool aligned, T* to) {
-  using V = Vector<T, kCount>;
   if (aligned && count >= kCount) {
-    V vector;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) vector.at[i] = from[i];
-    EIGHTBIT_CHECK_ALIGNED(reinterpret_cast<V*>(to));
-    *reinterpret_cast<V*>(to) = vector;
+    EIGHTBIT_CHECK_ALIGNED(to, sizeof(Word<T, kCount>));
+    Word<T, kCount> word;
+    memcpy(&word, from, sizeof(word));
+    __stcg(reinterpret_cast<Word<T, kCount>*>(to), word);  // the compiler takes an ordinary store of a word apart
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -232,7 +248,7 @@ struct FromTensor {
 
   __device__ __forceinline__ void Load(const Tile& tile, float* x) const {
     const T* from = static_cast<const T*>(tile.run->x) + tile.begin;
-    const bool aligned = IsAligned<Vector<T, kCount>>(from);
+    const bool aligned = IsAligned<kCount>(from);
     ForEachPart<kCount>(tile.elements, [&](int i, int offset, int count) {
       T part[kCount];
       LoadSome<kCount>(from + offset, count, aligned, part);
@@ -273,7 +289,7 @@ struct FromRanks {
         const uint8_t* message = received + r * chunk_bytes;
         const uint8_t* codes = message + tile.code;
         const float absmax = *reinterpret_cast<const float*>(message + tile.absmax);
-        const bool aligned = IsAligned<Vector<uint8_t, kCount>>(codes);
+        const bool aligned = IsAligned<kCount>(codes);
         ForEachPart<kCount>(tile.elements, [&](int i, int offset, int count) {
           uint8_t part[kCount];
           LoadSome<kCount>(codes + offset, count, aligned, part);
@@ -359,7 +375,7 @@ __global__ void __launch_bounds__(kThreads)
 
     const bool codable = IsCodable(block_absmax);
     const BlockScale scale = ScaleOf(codable ? block_absmax : 1.0f);
-    const bool aligned = IsAligned<Vector<uint8_t, From::kCount>>(codes + tile.code);
+    const bool aligned = IsAligned<From::kCount>(codes + tile.code);
     ForEachPart<From::kCount>(tile.elements, [&](int k, int offset, int count) {
       uint8_t part[From::kCount];
 #pragma unroll
@@ -383,7 +399,7 @@ __global__ void __launch_bounds__(kThreads) DecodeKernel(const __grid_constant__
     const float tile_absmax = *reinterpret_cast<const float*>(absmax + tile.absmax);
     const uint8_t* from = codes + tile.code;
     T* to = static_cast<T*>(tile.run->x) + tile.begin;
-    const bool codes_aligned = IsAligned<Vector<uint8_t, kCount>>(from), aligned = IsAligned<Vector<T, kCount>>(to);
+    const bool codes_aligned = IsAligned<kCount>(from), aligned = IsAligned<kCount>(to);
     ForEachPart<kCount>(tile.elements, [&](int, int offset, int count) {
       uint8_t part[kCount];
       T decoded[kCount];

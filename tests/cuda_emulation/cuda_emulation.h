@@ -16,7 +16,6 @@
 #include <functional>
 #include <random>
 #include <set>
-#include <type_traits>
 #include <vector>
 
 #include "Eigen/Core"
@@ -163,11 +162,20 @@ inline void Machine::Enter() {
 #define gridDim emulation::machine.grid
 #define EIGHTBIT_LAUNCH(kernel, grid, threads, stream, ...) \
   emulation::machine.Launch(grid, threads, [&] { (kernel)(__VA_ARGS__); })
-#define EIGHTBIT_CHECK_ALIGNED(pointer)                                                                     \
-  do {                                                                                                      \
-    if (reinterpret_cast<uintptr_t>(pointer) % alignof(std::remove_reference_t<decltype(*(pointer))>) != 0) \
-      emulation::machine.Fail(emulation::kMisaligned);                                                      \
-  } while (false)
+#define EIGHTBIT_CHECK_ALIGNED(pointer, bytes) \
+  if (reinterpret_cast<uintptr_t>(pointer) % (bytes) != 0) emulation::machine.Fail(emulation::kMisaligned)
+
+struct uint2 {
+  uint32_t x, y;
+};
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+
+template <typename T>
+void __stcg(T* to, T value) {
+  *to = value;
+}
 
 inline void __syncthreads() { emulation::machine.WaitForBlock(); }
 
