@@ -14,7 +14,7 @@ def run(file: str, backend: str, ranks: int, env: dict[str, str] | None = None) 
         ranks,
         ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--rootdir", str(FILES), str(FILES / file)],
         backend=backend,
-        timeout=300,
+        timeout=600,
         env={"EIGHTBIT_TEST_BACKEND": backend, "EIGHTBIT_TEST_RANKS": str(ranks), **(env or {})},
     )
     assert job.returncode == 0, job.stdout

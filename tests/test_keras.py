@@ -36,7 +36,7 @@ def horovod():
 def test_on_ranks(ranks, files, choice, environment):
     paths = [str(FILES / file) for file in files]
     command = ["-m", "pytest", "-v", "-x", "-p", "no:cacheprovider", "-k", choice, "--rootdir", str(FILES), *paths]
-    job = launch(ranks, command, timeout=300, env={"PYTHONUNBUFFERED": "1", **environment})
+    job = launch(ranks, command, timeout=600, env={"PYTHONUNBUFFERED": "1", **environment})
     assert job.returncode == 0, job.stdout
     assert job.stdout.count(" passed") == ranks, job.stdout
 
