@@ -13,13 +13,6 @@
 #include <immintrin.h>
 #endif
 
-// Loops that vectorise are compiled for several instruction sets, one of which is chosen when the library is loaded.
-#if defined(__x86_64__) && defined(__ELF__) && defined(__GNUC__) && !defined(__clang__)
-#define EIGHTBIT_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define EIGHTBIT_CLONES
-#endif
-
 namespace hvd_eightbit {
 namespace cpu {
 namespace {
@@ -49,107 +42,38 @@ class KeepSubnormals {
 #endif
 };
 
-EIGHTBIT_CLONES uint32_t MaxMagnitudeBits(const float* x, int64_t elements) {
-  uint32_t result = 0;
-  for (int64_t i = 0; i < elements; ++i) {
-    const uint32_t bits = MagnitudeBits(x[i]);
-    result = bits > result ? bits : result;
-  }
-  return result;
-}
-
-EIGHTBIT_CLONES void DecodeTo(const float* values, const uint8_t* codes, float absmax, int64_t elements, float* x) {
-  for (int64_t i = 0; i < elements; ++i) x[i] = Decode(values, codes[i], absmax);
-}
-
-EIGHTBIT_CLONES void AddDecoded(const float* values, const uint8_t* codes, float absmax, int64_t elements, float* x) {
-  for (int64_t i = 0; i < elements; ++i) x[i] += Decode(values, codes[i], absmax);
-}
-
-EIGHTBIT_CLONES void Add(const float* y, int64_t elements, float* x) {
-  for (int64_t i = 0; i < elements; ++i) x[i] += y[i];
-}
-
-EIGHTBIT_CLONES void Multiply(float factor, int64_t elements, float* x) {
-  for (int64_t i = 0; i < elements; ++i) x[i] *= factor;
-}
-
-#if defined(__x86_64__) && defined(__GNUC__)
-bool HasAvx512() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"); }
-
-// Encode of codec.h for 16 elements at a time. After each of its 8 steps, `code` holds the bits of the codes so far;
-// the midpoints that the next step may look at, twice as many each time, are in one register, then 2, 4 and 8.
-__attribute__((target("avx512f,avx512bw"))) void EncodeAvx512(const float* levels, const float* x, int64_t elements,
-                                                              BlockScale scale, uint8_t* codes) {
-  constexpr int kLevel = kCodes / 2;
-  const auto table = [levels](int level, int part) __attribute__((target("avx512f,avx512bw"))) {
-    return _mm512_load_ps(levels + level * kLevel + part * 16);
-  };
-  const __m512 level0 = _mm512_set1_ps(levels[0]);
-  const __m512 level1 = table(1, 0), level2 = table(2, 0), level3 = table(3, 0), level4 = table(4, 0);
-  const __m512 level5[2] = {table(5, 0), table(5, 1)};
-  const __m512 level6[4] = {table(6, 0), table(6, 1), table(6, 2), table(6, 3)};
-  const __m512 level7[8] = {table(7, 0), table(7, 1), table(7, 2), table(7, 3),
-                            table(7, 4), table(7, 5), table(7, 6), table(7, 7)};
-  const __m512 raise = _mm512_set1_ps(scale.raise), inverse = _mm512_set1_ps(scale.inverse);
-  const __m512i one = _mm512_set1_epi32(1), bit5 = _mm512_set1_epi32(32), bit6 = _mm512_set1_epi32(64);
-
-  const auto encode = [&](__m512 x) __attribute__((target("avx512f,avx512bw"))) {
-    const __m512 scaled = _mm512_mul_ps(_mm512_mul_ps(x, raise), inverse);
-    __m512i code = _mm512_maskz_mov_epi32(_mm512_cmp_ps_mask(level0, scaled, _CMP_LT_OQ), one);
-    const auto step = [&](__m512 midpoint) __attribute__((target("avx512f,avx512bw"))) {
-      const __mmask16 above = _mm512_cmp_ps_mask(midpoint, scaled, _CMP_LT_OQ);
-      code = _mm512_add_epi32(code, code);
-      code = _mm512_mask_add_epi32(code, above, code, one);
-    };
-    step(_mm512_permutexvar_ps(code, level1));
-    step(_mm512_permutexvar_ps(code, level2));
-    step(_mm512_permutexvar_ps(code, level3));
-    step(_mm512_permutexvar_ps(code, level4));
-    step(_mm512_permutex2var_ps(level5[0], code, level5[1]));
-    step(_mm512_mask_blend_ps(_mm512_test_epi32_mask(code, bit5), _mm512_permutex2var_ps(level6[0], code, level6[1]),
-                              _mm512_permutex2var_ps(level6[2], code, level6[3])));
-    const __mmask16 odd = _mm512_test_epi32_mask(code, bit5);
-    step(_mm512_mask_blend_ps(_mm512_test_epi32_mask(code, bit6),
-                              _mm512_mask_blend_ps(odd, _mm512_permutex2var_ps(level7[0], code, level7[1]),
-                                                   _mm512_permutex2var_ps(level7[2], code, level7[3])),
-                              _mm512_mask_blend_ps(odd, _mm512_permutex2var_ps(level7[4], code, level7[5]),
-                                                   _mm512_permutex2var_ps(level7[6], code, level7[7]))));
-    return _mm512_cvtepi32_epi8(code);
-  };
-
-  int64_t i = 0;
-  for (; i + 16 <= elements; i += 16) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), encode(_mm512_loadu_ps(x + i)));
-  }
-  if (i < elements) {
-    const __mmask16 rest = (1u << (elements - i)) - 1;
-    alignas(16) uint8_t last[16];
-    _mm_store_si128(reinterpret_cast<__m128i*>(last), encode(_mm512_maskz_loadu_ps(rest, x + i)));
-    memcpy(codes + i, last, elements - i);
-  }
-}
-#else
-bool HasAvx512() { return false; }
-void EncodeAvx512(const float*, const float*, int64_t, BlockScale, uint8_t*) {}
-#endif
-
 // float32 elements are read and written where they are, others through a tile.
-const float* ToFloat(const float* x, int64_t, float*) { return x; }
+const float* ToFloat(const Loops&, const float* x, int64_t, float*) { return x; }
 
-template <typename T>
-const float* ToFloat(const T* x, int64_t elements, float* tile) {
+const float* ToFloat(const Loops& loops, const Eigen::half* x, int64_t elements, float* tile) {
+  loops.half_to_float(x, elements, tile);
+  return tile;
+}
+
+const float* ToFloat(const Loops& loops, const Eigen::bfloat16* x, int64_t elements, float* tile) {
+  loops.bfloat16_to_float(x, elements, tile);
+  return tile;
+}
+
+const float* ToFloat(const Loops&, const double* x, int64_t elements, float* tile) {
   for (int64_t i = 0; i < elements; ++i) tile[i] = static_cast<float>(x[i]);
   return tile;
 }
 
-template <typename T>
-void FromFloat(const float* tile, int64_t elements, T* x) {
-  for (int64_t i = 0; i < elements; ++i) x[i] = static_cast<T>(tile[i]);
+void FromFloat(const Loops&, const float* tile, int64_t elements, float* x) {
+  if (tile != x) memcpy(x, tile, elements * sizeof(float));
 }
 
-void FromFloat(const float* tile, int64_t elements, float* x) {
-  if (tile != x) memcpy(x, tile, elements * sizeof(float));
+void FromFloat(const Loops& loops, const float* tile, int64_t elements, Eigen::half* x) {
+  loops.float_to_half(tile, elements, x);
+}
+
+void FromFloat(const Loops& loops, const float* tile, int64_t elements, Eigen::bfloat16* x) {
+  loops.float_to_bfloat16(tile, elements, x);
+}
+
+void FromFloat(const Loops&, const float* tile, int64_t elements, double* x) {
+  for (int64_t i = 0; i < elements; ++i) x[i] = tile[i];
 }
 
 float LoadAbsmax(const uint8_t* from) {
@@ -236,6 +160,19 @@ void AppendChunk(const Layout& layout, int64_t chunk, int64_t message, std::vect
   }
 }
 
+// Zeroes the bytes of a chunk's message that have neither code nor absmax; all bytes, if it has none.
+void ClearUnused(const Layout& layout, int64_t chunk, bool all, uint8_t* message) {
+  int64_t codes = 0, blocks = 0;
+  if (!all && !layout.chunks[chunk].empty()) {
+    const Segment& last = layout.chunks[chunk].back();
+    codes = last.code + last.elements;
+    blocks = last.block + Blocks(last.elements, layout.block_size);
+  }
+  const int64_t absmax_end = layout.chunk_elements + kAbsmaxBytes * blocks;
+  memset(message + codes, 0, layout.chunk_elements - codes);
+  memset(message + absmax_end, 0, layout.chunk_bytes - absmax_end);
+}
+
 // Codes every tile. load(tile, scratch) returns its elements as float32, in scratch or wherever they are.
 template <typename Load>
 void EncodeTiles(const Table& table, const Tiles& tiles, int64_t cost, const ParallelFor& parallel_for,
@@ -243,10 +180,10 @@ void EncodeTiles(const Table& table, const Tiles& tiles, int64_t cost, const Par
   if (tiles.blocks_are_tiles()) {
     parallel_for(tiles.count(), cost, [&](int64_t begin, int64_t end) {
       KeepSubnormals keep;
-      float scratch[kTile];
+      alignas(64) float scratch[kTile];
       tiles.ForEach(begin, end, [&](int64_t, const Tile& tile) {
         const float* x = load(tile, scratch);
-        const float block_absmax = AbsmaxFromBits(MaxMagnitudeBits(x, tile.elements));
+        const float block_absmax = AbsmaxFromBits(table.loops().max_magnitude_bits(x, tile.elements));
         StoreAbsmax(block_absmax, absmax + tile.absmax);
         table.EncodeBlock(x, tile.elements, block_absmax, codes + tile.code);
       });
@@ -257,9 +194,9 @@ void EncodeTiles(const Table& table, const Tiles& tiles, int64_t cost, const Par
   std::vector<uint32_t> tile_bits(tiles.count());
   parallel_for(tiles.count(), cost, [&](int64_t begin, int64_t end) {
     KeepSubnormals keep;
-    float scratch[kTile];
+    alignas(64) float scratch[kTile];
     tiles.ForEach(begin, end, [&](int64_t i, const Tile& tile) {
-      tile_bits[i] = ToBits(AbsmaxFromBits(MaxMagnitudeBits(load(tile, scratch), tile.elements)));
+      tile_bits[i] = ToBits(AbsmaxFromBits(table.loops().max_magnitude_bits(load(tile, scratch), tile.elements)));
     });
   });
   tiles.ForEach(0, tiles.count(), [&](int64_t i, const Tile& tile) {
@@ -268,7 +205,7 @@ void EncodeTiles(const Table& table, const Tiles& tiles, int64_t cost, const Par
   });
   parallel_for(tiles.count(), cost, [&](int64_t begin, int64_t end) {
     KeepSubnormals keep;
-    float scratch[kTile];
+    alignas(64) float scratch[kTile];
     tiles.ForEach(begin, end, [&](int64_t, const Tile& tile) {
       table.EncodeBlock(load(tile, scratch), tile.elements, LoadAbsmax(absmax + tile.absmax), codes + tile.code);
     });
@@ -281,90 +218,92 @@ void DecodeTiles(const Table& table, const Tiles& tiles, const ParallelFor& para
                  const uint8_t* absmax, float scale, const std::vector<T*>& tensors) {
   parallel_for(tiles.count(), kTile * kNanosecondsPerElement, [&](int64_t begin, int64_t end) {
     KeepSubnormals keep;
-    float scratch[kTile];
+    alignas(64) float scratch[kTile];
     tiles.ForEach(begin, end, [&](int64_t, const Tile& tile) {
       T* x = tensors[tile.run->tensor] + tile.begin;
       float* decoded = std::is_same<T, float>::value ? reinterpret_cast<float*>(x) : scratch;
-      DecodeTo(table.values(), codes + tile.code, LoadAbsmax(absmax + tile.absmax), tile.elements, decoded);
-      if (scale != 1.0f) Multiply(scale, tile.elements, decoded);
-      FromFloat(decoded, tile.elements, x);
+      table.loops().decode(table.tables(), codes + tile.code, LoadAbsmax(absmax + tile.absmax), scale, tile.elements,
+                           decoded);
+      FromFloat(table.loops(), decoded, tile.elements, x);
     });
   });
 }
 
 }  // namespace
 
-Table::Table(const float* values, Coding coding) : coding_(coding) {
+Table::Table(const float* values, InstructionSet set) : loops_(LoopsFor(set)) {
   KeepSubnormals keep;
-  std::copy_n(values, kCodes, values_);
-  for (int i = 0; i < kMidpoints; ++i) midpoints_[i] = Midpoint(values_, i);
-  zero_code_ = Encode(midpoints_, 0.0f);
-  if (coding_ == Coding::kBest) coding_ = HasAvx512() ? Coding::kAvx512 : Coding::kBuckets;
-  if (coding_ == Coding::kAvx512) {
-    if (HasAvx512()) {
-      FillLevels();
-    } else {
-      coding_ = Coding::kSearch;
-    }
-  }
-  if (coding_ == Coding::kBuckets && !FillBuckets()) coding_ = Coding::kSearch;
+  std::copy_n(values, kCodes, tables_.values);
+  for (int i = 0; i < kMidpoints; ++i) tables_.midpoints[i] = Midpoint(values, i);
+  zero_code_ = Encode(tables_.midpoints, 0.0f);
+  FillBuckets();
+  FillSearch();
+  FillPlanes();
 }
 
-void Table::FillLevels() {
-  for (int level = 0; level < kLevels; ++level) {
-    for (int i = 0; i < kCodes / 2; ++i) {
-      const int codes = kCodes >> level;  // that are still possible
-      levels_[level][i] = i < 1 << level ? midpoints_[i * codes + codes / 2 - 1] : 0.0f;
-    }
-  }
-}
-
-// Whether no bucket has more than one border.
-bool Table::FillBuckets() {
-  // borders_[j] is a midpoint, border_codes_[j] the code of what lies above j borders. Midpoints that are equal
-  // (between equal values) are one border.
+void Table::FillBuckets() {
+  // Midpoints that are equal (between equal values) are one border.
   int borders = 0;
-  border_codes_[0] = 0;
+  tables_.border_codes[0] = 0;
   for (int i = 0; i < kMidpoints; ++i) {
-    if (borders == 0 || midpoints_[i] != borders_[borders - 1]) borders_[borders++] = midpoints_[i];
-    border_codes_[borders] = static_cast<uint8_t>(i + 1);
+    const uint32_t key = OrderKey(tables_.midpoints[i]);
+    if (borders == 0 || key != tables_.borders[borders - 1]) tables_.borders[borders++] = key;
+    tables_.border_codes[borders] = static_cast<uint8_t>(i + 1);
   }
-  std::fill(borders_ + borders, borders_ + kMidpoints + 1, std::numeric_limits<float>::infinity());
+  std::fill(tables_.borders + borders, tables_.borders + kMidpoints + 1, std::numeric_limits<uint32_t>::max());
+  std::fill(tables_.border_codes + borders + 1, tables_.border_codes + kCodes, 0);  // not used
 
-  // A bucket holds the floats that share their upper 16 bits; those of negative ones grow downwards.
-  for (uint32_t bucket = 0; bucket < kBuckets; ++bucket) {
-    const float inner = FromBits(bucket << 16), outer = FromBits(bucket << 16 | 0xffffu);
-    first_border_[bucket] = 0;
-    if (std::isnan(inner) || std::isnan(outer)) continue;
-    const float* lowest = std::lower_bound(borders_, borders_ + borders, std::min(inner, outer));
-    const float* highest = std::lower_bound(borders_, borders_ + borders, std::max(inner, outer));
-    if (highest - lowest > 1) return false;
-    first_border_[bucket] = static_cast<uint8_t>(lowest - borders_);
+  tables_.one_border_a_bucket = true;
+  int border = 0;
+  for (uint32_t bucket = 0; bucket < CodingTables::kBuckets; ++bucket) {
+    tables_.first_border[bucket] = static_cast<uint8_t>(border);
+    const int first = border;
+    while (border < borders && tables_.borders[border] >> 16 == bucket) ++border;
+    tables_.one_border_a_bucket = tables_.one_border_a_bucket && border - first <= 1;
   }
-  return true;
 }
 
-bool Table::Holds(const float* values) const { return memcmp(values_, values, sizeof(values_)) == 0; }
+void Table::FillSearch() {
+  const auto signed_key = [this](int border) { return tables_.borders[border] ^ 0x80000000u; };
+  const auto upper_half = [&](int border) { return static_cast<int16_t>(signed_key(border) >> 16); };
+  tables_.search[0] = 0.0f;
+  tables_.border_search[0] = 0;
+  for (int step = 0; step <= 8; ++step) {
+    for (int outcomes = 0; outcomes < 1 << step; ++outcomes) {
+      int codes = kCodes, first = 0;  // that are left, and the first of them
+      for (int i = 0; i < step; ++i) {
+        codes /= 2;
+        if (outcomes >> i & 1) first += codes;
+      }
+      if (step < 8) {
+        tables_.search[(1 << step) + outcomes] = tables_.midpoints[first + codes / 2 - 1];
+        tables_.border_search[(1 << step) + outcomes] = upper_half(first + codes / 2 - 1);
+      } else {
+        for (int byte = 0; byte < 4; ++byte) {
+          tables_.border_planes[byte][outcomes] = static_cast<uint8_t>(signed_key(first) >> (8 * byte));
+        }
+        tables_.code_below[outcomes] = tables_.border_codes[first];
+        tables_.code_above[outcomes] = tables_.border_codes[std::min(first + 1, kMidpoints)];
+      }
+    }
+  }
+}
+
+void Table::FillPlanes() {
+  for (int byte = 0; byte < 4; ++byte) {
+    for (int i = 0; i < kCodes; ++i) {
+      tables_.planes[byte][i] = static_cast<uint8_t>(ToBits(tables_.values[i]) >> (8 * byte));
+    }
+  }
+}
+
+bool Table::Holds(const float* values) const { return memcmp(tables_.values, values, sizeof(tables_.values)) == 0; }
 
 void Table::EncodeBlock(const float* x, int64_t elements, float absmax, uint8_t* codes) const {
-  if (!IsCodable(absmax)) {
+  if (IsCodable(absmax)) {
+    loops_.encode(tables_, x, ScaleOf(absmax), elements, codes);
+  } else {
     memset(codes, zero_code_, elements);
-    return;
-  }
-  const BlockScale scale = ScaleOf(absmax);
-  switch (coding_) {
-    case Coding::kAvx512:
-      EncodeAvx512(levels_[0], x, elements, scale, codes);
-      break;
-    case Coding::kBuckets:
-      for (int64_t i = 0; i < elements; ++i) {
-        const float scaled = Scaled(x[i], scale);
-        const uint32_t border = first_border_[ToBits(scaled) >> 16];
-        codes[i] = border_codes_[border + (borders_[border] < scaled)];
-      }
-      break;
-    default:
-      for (int64_t i = 0; i < elements; ++i) codes[i] = Encode(midpoints_, Scaled(x[i], scale));
   }
 }
 
@@ -372,7 +311,9 @@ template <typename T>
 void Quantize(const Table& table, const T* x, int64_t elements, int64_t block_size, uint8_t* codes, float* absmax,
               const ParallelFor& parallel_for) {
   const Tiles tiles(WholeTensor(elements), block_size);
-  const auto load = [x](const Tile& tile, float* scratch) { return ToFloat(x + tile.begin, tile.elements, scratch); };
+  const auto load = [&](const Tile& tile, float* scratch) {
+    return ToFloat(table.loops(), x + tile.begin, tile.elements, scratch);
+  };
   EncodeTiles(table, tiles, kTile * kNanosecondsPerElement, parallel_for, load, codes,
               reinterpret_cast<uint8_t*>(absmax));
 }
@@ -391,9 +332,11 @@ void Pack(const Table& table, const Layout& layout, const std::vector<const T*>&
   for (int64_t chunk = 0; chunk < layout.ranks; ++chunk) {
     if (chunk != rank) AppendChunk(layout, chunk, chunk * layout.chunk_bytes, &runs);
   }
-  memset(messages, 0, layout.ranks * layout.chunk_bytes);
-  const auto load = [&tensors](const Tile& tile, float* scratch) {
-    return ToFloat(tensors[tile.run->tensor] + tile.begin, tile.elements, scratch);
+  for (int64_t chunk = 0; chunk < layout.ranks; ++chunk) {
+    ClearUnused(layout, chunk, chunk == rank, messages + chunk * layout.chunk_bytes);
+  }
+  const auto load = [&](const Tile& tile, float* scratch) {
+    return ToFloat(table.loops(), tensors[tile.run->tensor] + tile.begin, tile.elements, scratch);
   };
   EncodeTiles(table, Tiles(std::move(runs), layout.block_size), kTile * kNanosecondsPerElement, parallel_for, load,
               messages, messages);
@@ -404,21 +347,31 @@ void Reduce(const Table& table, const Layout& layout, const std::vector<const T*
             const uint8_t* received, uint8_t* message, const ParallelFor& parallel_for) {
   std::vector<Run> runs;
   AppendChunk(layout, rank, 0, &runs);
-  memset(message, 0, layout.chunk_bytes);
+  ClearUnused(layout, rank, false, message);
   const float inverse_ranks = 1.0f / static_cast<float>(layout.ranks);
-  const auto load = [&](const Tile& tile, float* sum) {
-    std::fill_n(sum, tile.elements, 0.0f);
+  // The mean is taken from a sum that begins with 0: without that, zeros may have another sign, but no other code.
+  const auto load = [&](const Tile& tile, float* scratch) {
+    const Loops& loops = table.loops();
+    alignas(64) float own_scratch[kTile];
+    const float* own = ToFloat(loops, tensors[tile.run->tensor] + tile.begin, tile.elements, own_scratch);
+    const float* sum = nullptr;
     for (int64_t r = 0; r < layout.ranks; ++r) {
+      const float factor = r + 1 == layout.ranks ? inverse_ranks : 1.0f;
+      const uint8_t* codes = received + r * layout.chunk_bytes + tile.code;
+      const uint8_t* absmax = received + r * layout.chunk_bytes + tile.absmax;
       if (r == rank) {
-        float scratch[kTile];
-        Add(ToFloat(tensors[tile.run->tensor] + tile.begin, tile.elements, scratch), tile.elements, sum);
-      } else {
-        const uint8_t* from = received + r * layout.chunk_bytes;
-        AddDecoded(table.values(), from + tile.code, LoadAbsmax(from + tile.absmax), tile.elements, sum);
+        if (r > 0) loops.add(sum, own, factor, tile.elements, scratch);
+        sum = r > 0 ? scratch : own;
+        continue;
       }
+      if (r > 0) {
+        loops.add_decoded(table.tables(), sum, codes, LoadAbsmax(absmax), factor, tile.elements, scratch);
+      } else {
+        loops.decode(table.tables(), codes, LoadAbsmax(absmax), factor, tile.elements, scratch);
+      }
+      sum = scratch;
     }
-    Multiply(inverse_ranks, tile.elements, sum);
-    return static_cast<const float*>(sum);
+    return sum;
   };
   EncodeTiles(table, Tiles(std::move(runs), layout.block_size), layout.ranks * kTile * kNanosecondsPerElement,
               parallel_for, load, message, message);
@@ -450,3 +403,7 @@ EIGHTBIT_INSTANTIATE(double)
 
 }  // namespace cpu
 }  // namespace hvd_eightbit
+
+const char* eightbit_cpu_instruction_set() {
+  return hvd_eightbit::cpu::NameOf(hvd_eightbit::cpu::BestInstructionSet());
+}

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "codec.h"
+#include "cpu_loops.h"
 #include "wire.h"
 
 namespace hvd_eightbit {
@@ -19,43 +20,27 @@ namespace cpu {
 // Runs work(begin, end) over [0, total) on several threads; cost is that of one unit, in nanoseconds.
 using ParallelFor = std::function<void(int64_t total, int64_t cost, const std::function<void(int64_t, int64_t)>& work)>;
 
-// Ways to find a code, all with the same result. kSearch is the definition (codec.h); kBuckets goes by the upper 16
-// bits of the scaled element to the one midpoint that shares them, where a data type has no two that do; kAvx512 is the
-// search with the midpoints in registers.
-enum class Coding { kBest, kSearch, kBuckets, kAvx512 };
-
-// A data type, prepared for coding.
+// A data type, and the loops that code it.
 class Table {
  public:
-  // values: kCodes ascending floats. coding: kBest, unless a test asks for another.
-  explicit Table(const float* values, Coding coding = Coding::kBest);
+  // values: kCodes ascending floats. set: for tests, another than the best; one that this CPU has.
+  explicit Table(const float* values, InstructionSet set = BestInstructionSet());
 
   bool Holds(const float* values) const;
-  const float* values() const { return values_; }
-  Coding coding() const { return coding_; }  // what is used: that asked for, or kSearch where it is not to be had
+  const Loops& loops() const { return loops_; }
+  const CodingTables& tables() const { return tables_; }
 
   // codes[i] = the code of x[i] / absmax.
   void EncodeBlock(const float* x, int64_t elements, float absmax, uint8_t* codes) const;
 
  private:
-  static constexpr int kBuckets = 1 << 16;
-  static constexpr int kLevels = 8;
+  void FillBuckets();
+  void FillSearch();
+  void FillPlanes();
 
-  bool FillBuckets();
-  void FillLevels();
-
-  Coding coding_;
-  float values_[kCodes];
-  float midpoints_[kMidpoints];
+  Loops loops_;
+  CodingTables tables_;
   uint8_t zero_code_;
-
-  // kBuckets
-  float borders_[kMidpoints + 1];   // the midpoints that differ, and infinity
-  uint8_t border_codes_[kCodes];    // the code above that many borders
-  uint8_t first_border_[kBuckets];  // borders below all of the bucket's numbers
-
-  // kAvx512: the midpoints by the step of the search that looks at them
-  alignas(64) float levels_[kLevels][kCodes / 2];
 };
 
 // x: elements of type T. codes: as many. absmax: Blocks(elements, block_size).
@@ -84,5 +69,8 @@ void Unpack(const Table& table, const Layout& layout, const uint8_t* gathered, f
 
 }  // namespace cpu
 }  // namespace hvd_eightbit
+
+// The name of the instruction set that the kernels use on this CPU; for programs that say what they measure.
+extern "C" const char* eightbit_cpu_instruction_set();
 
 #endif  // HVD_EIGHTBIT_TF_OPS_CPU_KERNELS_H_
