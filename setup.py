@@ -39,26 +39,26 @@ print(json.dumps({
 def target_tensorflow() -> dict:
     """Version and flags of the TensorFlow of the environment that is installed into.
 
-    pip builds in an isolated environment that hides it, by means of PYTHONPATH: without that it can be seen.
+    As things are, or else without PYTHONPATH: by that, pip's isolated build hides the environment it installs into.
     """
     hiding = ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONHOME")
-    environment = {key: value for key, value in os.environ.items() if key not in hiding}
-    environment["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    asked = subprocess.run(
-        [sys.executable, "-c", ASK_TENSORFLOW], capture_output=True, text=True, env=environment, cwd="/"
-    )
-    if asked.returncode != 0:
-        why = asked.stderr.strip().splitlines()[-1:]
-        sys.exit(
-            f"hvd_eightbit is built against the TensorFlow that you use, but {sys.executable} cannot import one "
-            f"({' '.join(why)}).\nInstall TensorFlow 2.15 to 2.18 and Horovod first. If it is installed, your "
-            "installer builds in an environment of its own: add --no-build-isolation (and have setuptools and wheel)."
+    as_is = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    for environment in (as_is, {key: value for key, value in as_is.items() if key not in hiding}):
+        asked = subprocess.run(
+            [sys.executable, "-c", ASK_TENSORFLOW], capture_output=True, text=True, env=environment, cwd="/"
         )
-    return json.loads(asked.stdout.strip().splitlines()[-1])
+        if asked.returncode == 0:
+            return json.loads(asked.stdout.strip().splitlines()[-1])
+    why = asked.stderr.strip().splitlines()[-1:]
+    sys.exit(
+        f"hvd_eightbit is built against the TensorFlow that you use, but {sys.executable} cannot import one "
+        f"({' '.join(why)}).\nInstall TensorFlow 2.15 to 2.18 and Horovod first. If it is installed, your "
+        "installer builds in an environment of its own: add --no-build-isolation (and have setuptools and wheel)."
+    )
 
 
 def compiler() -> list[str]:
-    command = shlex.split(os.environ.get("CXX", "g++"))
+    command = shlex.split(os.environ.get("CXX") or "g++")
     if shutil.which(command[0]) is None:
         sys.exit(
             f"hvd_eightbit needs a C++ compiler, and {command[0]!r} is not there: install Debian's g++, or set CXX"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import os
 import pathlib
 import shutil
@@ -21,6 +22,19 @@ def _own_network() -> list[str]:
         if shutil.which("unshare") and subprocess.run([*prefix, "true"], capture_output=True).returncode == 0:
             return prefix
     return []
+
+
+def keras_2() -> dict[str, str]:
+    """The environment in which tf.keras is Keras 2: it is in TensorFlow 2.15, later ones have it as tf_keras."""
+    version = next(filter(None, map(_version_of, ("tensorflow-cpu", "tensorflow"))), "")
+    return {} if version.startswith("2.15.") else {"TF_USE_LEGACY_KERAS": "1"}
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def backends() -> list[str]:

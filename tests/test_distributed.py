@@ -3,7 +3,7 @@
 import pathlib
 
 import pytest
-from launcher import backends, launch
+from launcher import backends, keras_2, launch
 
 FILES = pathlib.Path(__file__).parent / "distributed"
 
@@ -14,7 +14,7 @@ def run(file: str, backend: str, ranks: int, env: dict[str, str] | None = None) 
         ranks,
         ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--rootdir", str(FILES), str(FILES / file)],
         backend=backend,
-        timeout=300,
+        timeout=600,
         env={"EIGHTBIT_TEST_BACKEND": backend, "EIGHTBIT_TEST_RANKS": str(ranks), **(env or {})},
     )
     assert job.returncode == 0, job.stdout
@@ -29,4 +29,4 @@ def test_allreduce(backend, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_training_with_keras_2(ranks):
-    run("test_training.py", "gloo", ranks, {"TF_USE_LEGACY_KERAS": "1"})
+    run("test_training.py", "gloo", ranks, keras_2())

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from launcher import launch
+from launcher import keras_2, launch
 
 import hvd_eightbit.keras as eightbit_keras
 from hvd_eightbit.keras import callbacks, optimizers
@@ -24,19 +24,19 @@ def horovod():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "files", "choice", "legacy"),
+    ("ranks", "files", "choice", "environment"),
     [
         pytest.param(
-            2, ["test_keras_optimizers.py", "test_keras_callbacks.py"], "test", "0", marks=keras_3_only, id="keras-3"
+            2, ["test_keras_optimizers.py", "test_keras_callbacks.py"], "test", {}, marks=keras_3_only, id="keras-3"
         ),
-        pytest.param(3, ["test_keras_optimizers.py"], "process_set", "0", marks=keras_3_only, id="process-set"),
-        pytest.param(2, ["test_keras_callbacks.py"], "test", "1", id="keras-2"),
+        pytest.param(3, ["test_keras_optimizers.py"], "process_set", {}, marks=keras_3_only, id="process-set"),
+        pytest.param(2, ["test_keras_callbacks.py"], "test", keras_2(), id="keras-2"),
     ],
 )
-def test_on_ranks(ranks, files, choice, legacy):
+def test_on_ranks(ranks, files, choice, environment):
     paths = [str(FILES / file) for file in files]
     command = ["-m", "pytest", "-v", "-x", "-p", "no:cacheprovider", "-k", choice, "--rootdir", str(FILES), *paths]
-    job = launch(ranks, command, timeout=300, env={"TF_USE_LEGACY_KERAS": legacy, "PYTHONUNBUFFERED": "1"})
+    job = launch(ranks, command, timeout=600, env={"PYTHONUNBUFFERED": "1", **environment})
     assert job.returncode == 0, job.stdout
     assert job.stdout.count(" passed") == ranks, job.stdout
 
