@@ -357,19 +357,20 @@ void Reduce(const Table& table, const Layout& layout, const std::vector<const T*
   // The mean is taken from a sum that begins with 0: without that, zeros may have another sign, but no other code.
   const auto load = [&](const Tile& tile, float* scratch) {
     const Loops& loops = table.loops();
-    alignas(64) float own_scratch[kTile];
-    const float* own = ToFloat(loops, tensors[tile.run->tensor] + tile.begin, tile.elements, own_scratch);
+    const T* own = tensors[tile.run->tensor] + tile.begin;
     const float* sum = nullptr;
     for (int64_t r = 0; r < layout.ranks; ++r) {
       const float factor = r + 1 == layout.ranks ? inverse_ranks : 1.0f;
       const uint8_t* codes = received + r * layout.chunk_bytes + tile.code;
       const uint8_t* absmax = received + r * layout.chunk_bytes + tile.absmax;
-      if (r == rank) {
-        if (r > 0) loops.add(sum, own, factor, tile.elements, scratch);
-        sum = r > 0 ? scratch : own;
+      if (r == rank && r == 0) {
+        sum = ToFloat(loops, own, tile.elements, scratch);
         continue;
       }
-      if (r > 0) {
+      if (r == rank) {
+        alignas(64) float own_scratch[kTile];
+        loops.add(sum, ToFloat(loops, own, tile.elements, own_scratch), factor, tile.elements, scratch);
+      } else if (r > 0) {
         loops.add_decoded(table.tables(), sum, codes, LoadAbsmax(absmax), factor, tile.elements, scratch);
       } else {
         loops.decode(table.tables(), codes, LoadAbsmax(absmax), factor, tile.elements, scratch);
