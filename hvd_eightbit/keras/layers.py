@@ -107,24 +107,38 @@ class EightBitBoundary(_Layer):
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         ops.check_dtype(inputs.dtype, "inputs")
+        source = _device_of(inputs)
         target = tf.device(self.device) if self.device else contextlib.nullcontext()
+        message_back = []
 
-        def cross(x: tf.Tensor, codec: collectives.Codec, source, target) -> tf.Tensor:
-            with source:
-                message, shape = codec.encode(x), tf.shape(x)
-            with target:
-                return tf.ensure_shape(codec.decode(message, shape, x.dtype), x.shape)
+        # Two functions, since TensorFlow keeps inputs and outputs of a custom gradient together, on one device. `link`
+        # is a number without meaning, by which it knows that the one depends on the other: gradients follow floating
+        # tensors only, and what crosses here are bytes.
+        @tf.custom_gradient
+        def leave(x: tf.Tensor):
+            def gradient(_):
+                with source():
+                    return tf.ensure_shape(self._backward.decode(message_back.pop(), shape, inputs.dtype), inputs.shape)
+
+            return tf.zeros([]), gradient
 
         @tf.custom_gradient
-        def boundary(x: tf.Tensor):
-            y = cross(x, self._forward, _beside(inputs), target)
+        def arrive(link: tf.Tensor):
+            y = tf.ensure_shape(self._forward.decode(message, shape, inputs.dtype), inputs.shape)
+            there = _device_of(y)
 
             def gradient(upstream: tf.Tensor):
-                return cross(upstream, self._backward, _beside(y), _beside(inputs))
+                with there():
+                    message_back.append(self._backward.encode(upstream))
+                    return tf.zeros([])
 
             return y, gradient
 
-        return boundary(inputs)
+        with source():
+            message, shape = self._forward.encode(tf.stop_gradient(inputs)), tf.shape(inputs)
+            link = leave(inputs)
+        with target:
+            return arrive(link)
 
     def compute_output_shape(self, input_shape):
         return input_shape
@@ -133,11 +147,11 @@ class EightBitBoundary(_Layer):
         return {**super().get_config(), "device": self.device}
 
 
-def _beside(tensor: tf.Tensor):
-    """The device that a tensor is on, as a context: known in eager mode, and to be found by TensorFlow in a graph."""
+def _device_of(tensor: tf.Tensor):
+    """Makes contexts for ops that go where a tensor is: known in eager mode, for TensorFlow to find out in a graph."""
     if tf.executing_eagerly():
-        return tf.device(tensor.device)
-    return tf.compat.v1.colocate_with(tensor.op, ignore_existing=True)
+        return lambda: tf.device(tensor.device)
+    return lambda: tensor.graph.colocate_with(tensor.op, ignore_existing=True)
 
 
 class _RanksLayer(_Layer):
