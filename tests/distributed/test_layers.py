@@ -59,7 +59,7 @@ def output_and_gradients(layer, x, weights, **call):
         tape.watch(x)
         y = layer(x, **call)
         loss = tf.reduce_sum(y * weights)
-    return y, *tape.gradient(loss, [x, *map(raw)])
+    return y, *tape.gradient(loss, [x, *map(raw, layer.trainable_weights)])
 
 
 @both_modes
