@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import hvd_eightbit as eightbit
 import hvd_eightbit.keras as eightbit_keras
 from hvd_eightbit import data_types, reference
 
@@ -275,8 +274,8 @@ def bytes_sent(step) -> float:
 def test_bytes_on_the_wire():
     if hvd.size() == 1:
         pytest.skip("nothing is sent")
-    rows, features, units = 256, 512, 600
-    x, d = tf.constant(normal(rows, features, seed=hvd.rank())), tf.constant(normal(rows, units, seed=hvd.rank()))
+    rows, features, units = 512, 768, 900
+    x, d = tf.constant(normal(rows, features)), tf.constant(normal(rows, units, seed=1))
     measured = {}
     for data_type in (None, "dynamic_tree"):
         layer = eightbit_keras.ModelParallelDense(units, sub_batches=2, forward=data_type, backward=data_type)
@@ -284,18 +283,19 @@ def test_bytes_on_the_wire():
         step = tf.function(output_and_gradients)
         step(layer, x, d)
         measured[data_type] = bytes_sent(lambda step=step, layer=layer: step(layer, x, d))
-    # Forward and backward: the own rows to each other rank; and to each other rank its rows' products.
-    elements = 2 * (hvd.size() - 1) * rows * features + 2 * (hvd.size() - 1) / hvd.size() * rows * units
-    assert 4 * elements < measured[None] < 4.1 * elements
-    assert elements < measured["dynamic_tree"] < 1.03 * elements
+    # Forward the own rows to each other rank, backward their gradients; and as many products, own columns for all rows.
+    elements = 2 * (hvd.size() - 1) * rows * (features + units / hvd.size())
+    assert 4 * elements < measured[None] < 4.08 * elements
+    assert elements < measured["dynamic_tree"] < 1.04 * elements
     assert measured["dynamic_tree"] <= 0.26 * measured[None]
 
 
 def make_model(kind=None, units=UNITS, process_set=None, **arguments):
     """Data-parallel, then model-parallel, then data-parallel; with kind=None ordinary layers."""
     keras.utils.set_random_seed(4)
-    hidden = keras.layers.Dense(units, activation="tanh", name="hidden")
-    if kind is not None:
+    if kind is None:
+        hidden = keras.layers.Dense(units, activation="tanh", name="hidden")
+    else:
         hidden = eightbit_keras.ModelParallelDense(
             units, activation="tanh", name="hidden", process_set=process_set, **{**kind, **arguments}
         )
@@ -335,8 +335,7 @@ def optimizer():
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
-@pytest.mark.parametrize("loop", ["fit", "tape"])
+@pytest.mark.parametrize(("loop", "op"), [("fit", hvd.Average), ("tape", hvd.Average), ("fit", hvd.Sum)])
 def test_training_equals_one_process_with_the_whole_batch(loop, op):
     steps = 3
     model = make_model(EXACT, sub_batches=2)
@@ -450,7 +449,7 @@ def test_a_bad_number_of_one_rank_is_nan_for_all(bad):
 
 
 def test_learning_in_8_bits_is_as_good():
-    """A problem that is not linear: the error of 8 bits against float32's, over three seeds."""
+    """A problem that is not linear: the error of 8 bits against float32's, over the same data."""
     rng = np.random.default_rng(0)
     teacher = rng.normal(size=(2, FEATURES, 64)), rng.normal(size=(64, 3))
 
@@ -461,7 +460,7 @@ def test_learning_in_8_bits_is_as_good():
     test_x, test_y = data(2000, 1)
     errors = {}
     for name, kind in (("float32", EXACT), ("8 bits", {})):
-        for seed in range(2):
+        for seed in range(1):
             model = make_model(kind, units=64)
             model.compile(
                 eightbit_keras.PartialDistributedOptimizer(
@@ -475,4 +474,3 @@ def test_learning_in_8_bits_is_as_good():
             errors.setdefault(name, []).append(np.mean(np.argmax(logits, axis=1) != test_y))
     assert max(errors["float32"]) < 0.3
     assert abs(np.mean(errors["8 bits"]) - np.mean(errors["float32"])) < 0.02, errors
-    assert eightbit is not None
