@@ -228,9 +228,7 @@ class GatherBatch(_RanksLayer):
         with collectives.boundary_scope():
             name = collectives.boundary_name("gather_batch")
             shape = tf.shape(inputs)
-            rows = collectives.agree_on_rows(
-                shape[0], shape[1:], self._mark(inputs), boundary, name and f"{name}_rows"
-            )
+            rows = collectives.agree_on_rows(shape[0], shape[1:], self._mark(inputs), boundary, name and f"{name}_rows")
             return collectives.gather_batch(inputs, rows, boundary, name and f"{name}_activations")
 
     def compute_output_shape(self, input_shape):

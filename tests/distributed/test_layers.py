@@ -382,7 +382,10 @@ def test_training_with_accumulation():
         model.train_on_batch(a, b)
     whole = make_model()
     whole.compile(keras.optimizers.SGD(0.1), loss="mse")
-    x, y = (np.concatenate([a.reshape(8, -1) for a in parts]) for parts in zip(*map(lambda r: batch_of(r, 2), range(hvd.size()))))
+    x, y = (
+        np.concatenate([a.reshape(8, -1) for a in parts])
+        for parts in zip(*map(lambda r: batch_of(r, 2), range(hvd.size())))
+    )
     whole.train_on_batch(x, y)
     assert_same_weights(model, whole.get_weights())
 
@@ -418,9 +421,7 @@ def test_saving_and_loading(tmp_path):
     layer = loaded.get_layer("hidden")
     assert isinstance(layer, eightbit_keras.ModelParallelDense) and layer.sub_batches == 2
     np.testing.assert_array_equal(loaded.predict(x, verbose=0), before)
-    np.testing.assert_array_equal(
-        eightbit_keras.gather_weights(loaded)[2], eightbit_keras.gather_weights(model)[2]
-    )
+    np.testing.assert_array_equal(eightbit_keras.gather_weights(loaded)[2], eightbit_keras.gather_weights(model)[2])
 
 
 def test_the_same_seed_gives_an_ordinary_layers_weights():
