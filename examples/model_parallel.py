@@ -2,9 +2,9 @@
 
     horovodrun -np 2 --gloo python examples/model_parallel.py
 
-The net of Dettmers 2016, section 4.1: two hidden layers of 1024 units and a softmax. Each rank has its own images and a
-part of the hidden layers' columns; the softmax layer is small and every rank has all of it. Trains with float32 and with
-8-bit boundaries, and prints the test error, the bytes that a rank sends in a step, and the seconds of a step.
+The net of Dettmers 2016, section 4.1: two hidden layers of 1024 units and a softmax. Each rank has its own images and
+part of the hidden layers' columns; the softmax layer is small, and every rank has all of it. Trains with float32 and
+with 8-bit boundaries, and prints the test error, the bytes that a rank sends in a step, and the seconds of a step.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def train(data: images.Images, data_type: str | None, args: argparse.Namespace) 
 
 
 def transmitted_bytes() -> float:
-    """Bytes that this host has sent over all interfaces by the time all ranks are here; NaN without Linux's counters."""
+    """Bytes that this host has sent by the time all ranks are here, over all interfaces; NaN where none are counted."""
     hvd.allreduce(tf.zeros([]), name="barrier")
     try:
         lines = pathlib.Path("/proc/net/dev").read_text().splitlines()[2:]

@@ -84,8 +84,8 @@ class EightBitBoundary(_Layer):
 
     Args:
         device: the target, as tf.device takes it; None: the device scope that the layer is called in.
-        forward: data type of activations: "dynamic_tree", "linear", "mantissa", "static_tree", a DataType, or None: they
-            are not compressed.
+        forward: data type of activations: "dynamic_tree", "linear", "mantissa", "static_tree", a DataType, or None for
+            no compression.
         backward: the same for error gradients.
         block_size: consecutive elements that share an absolute maximum; None for the whole tensor, as in the paper.
 
@@ -198,8 +198,8 @@ class GatherBatch(_RanksLayer):
     may have different numbers of rows. On one rank the identity.
 
     Args:
-        forward: data type of activations: "dynamic_tree", "linear", "mantissa", "static_tree", a DataType, or None: they
-            are not compressed.
+        forward: data type of activations: "dynamic_tree", "linear", "mantissa", "static_tree", a DataType, or None for
+            no compression.
         backward: the same for error gradients.
         block_size: consecutive elements, of what one rank sends to another, that share an absolute maximum.
         process_set: the ranks that take part, a registered hvd.ProcessSet or its ranks; None for all.
@@ -278,8 +278,8 @@ class ExchangeFeatures(_RanksLayer):
         widths = shard_sizes(self.units, here.ranks) if self.units else (width,) * here.ranks
         if widths[here.rank] != width:
             raise ValueError(
-                f"units={self.units}: rank {here.rank} of {here.ranks} has {widths[here.rank]} of them, but inputs have "
-                f"shape {inputs.shape}"
+                f"units={self.units}: rank {here.rank} of {here.ranks} has {widths[here.rank]} of them, but inputs "
+                f"have shape {inputs.shape}"
             )
         if here.ranks == 1:
             return inputs
