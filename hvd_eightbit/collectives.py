@@ -170,3 +170,276 @@ def allreduce(
     scale = ops.agreed_scale(reduced, here.ranks, mark, name or "tensors")
     outputs = scaled_mean(bucket, scale, data_type, block_size, process_set, name)
     return outputs if is_list else outputs[0]
+
+
+# Model parallelism (paper section 2.2): activations and their gradients, between ranks.
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """How a tensor crosses a boundary: as a message, one uint8 vector of codes and after them absmax values.
+
+    Args:
+        data_type: None for no compression: the message is the tensor's bytes.
+        block_size: consecutive elements that share an absmax; None for a whole message.
+    """
+
+    data_type: DataType | None
+    block_size: int | None
+
+    def encode(self, x: tf.Tensor) -> tf.Tensor:
+        """A floating tensor of any shape -> uint8[bytes]."""
+        flat = tf.reshape(x, [-1])
+        if self.data_type is None:
+            return tf.reshape(tf.bitcast(flat, tf.uint8), [-1])
+        codes, absmax = ops.quantize(flat, self.data_type, self.block_size)
+        return tf.concat([codes, tf.reshape(tf.bitcast(absmax, tf.uint8), [-1])], axis=0)
+
+    def decode(self, message: tf.Tensor, shape: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        """The tensor of this shape and dtype that was encoded."""
+        if self.data_type is None:
+            return tf.reshape(tf.bitcast(tf.reshape(message, [-1, dtype.size]), dtype), shape)
+        elements = tf.reduce_prod(shape)
+        absmax = tf.bitcast(tf.reshape(message[elements:], [-1, wire.ABSMAX_BYTES]), tf.float32)
+        x = ops.dequantize(message[:elements], absmax, self.data_type, self.block_size, dtype)
+        return tf.reshape(x, shape)
+
+    def message_bytes(self, elements: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        """Bytes of the messages of so many elements each: int32, any shape."""
+        if self.data_type is None:
+            return elements * dtype.size
+        blocks = tf.minimum(elements, 1) if self.block_size is None else -(-elements // self.block_size)
+        return elements + wire.ABSMAX_BYTES * blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Boundary:
+    """What crosses between the ranks of one layer: a codec for activations, one for gradients, and who takes part."""
+
+    forward: Codec
+    backward: Codec
+    process_set: hvd.ProcessSet
+
+    @property
+    def reversed(self) -> Boundary:
+        """The boundary as the gradient sees it."""
+        return Boundary(self.backward, self.forward, self.process_set)
+
+    @property
+    def here(self) -> World:
+        return static_world(self.process_set)
+
+
+def static_world(process_set: hvd.ProcessSet) -> World:
+    """The World of a process set, in plain integers.
+
+    Raises:
+        ValueError: as `world`, and in elastic jobs: shards belong to a fixed number of ranks.
+    """
+    here = world(process_set)
+    if not isinstance(here.ranks, int):
+        raise ValueError("model parallelism in an elastic job: shards of weights belong to a fixed number of ranks")
+    return here
+
+
+def boundary_name(kind: str) -> str | None:
+    """A name for a layer's collectives, the same on all ranks that trace the same layers in the same order.
+
+    Not from names of layers or tensors: Keras numbers those as they are made, and a rank may have made more of them.
+    To be used in `boundary_scope`. In eager mode None, as in `unique_name`.
+    """
+    if tf.executing_eagerly():
+        return None
+    return tf.compat.v1.get_default_graph().unique_name(f"eightbit_{kind}").rpartition("/")[2]
+
+
+def boundary_scope():
+    """A name scope at the root, wherever it is entered: Horovod matches collectives by name, scopes included."""
+    return tf.name_scope("model_parallel/")
+
+
+def agree_on_rows(
+    rows: tf.Tensor, sample_shape: tf.Tensor, mark: int, boundary: Boundary, name: str | None
+) -> tf.Tensor:
+    """The number of rows of each rank: int32[ranks], from a few bytes that the ranks tell each other.
+
+    Args:
+        rows: int32 scalar, of this rank.
+        sample_shape: int32 vector that must be equal on all ranks.
+        mark: a hash of everything else that must be equal.
+        boundary: the ranks.
+        name: of the collective.
+
+    Raises:
+        tf.errors.InvalidArgumentError: on all ranks, if they differ.
+    """
+    here = boundary.here
+    with tf.device("/cpu:0"):  # a handful of integers, wanted on the host
+        own = tf.concat([[rows], [mark % 2**31], sample_shape], axis=0)
+        table = hvd.allgather(_not_constant(own[tf.newaxis]), name=name, process_set=boundary.process_set)
+        table = tf.ensure_shape(table, [here.ranks, None])
+        check = tf.debugging.assert_equal(
+            table[1:, 1:],
+            table[:-1, 1:],
+            "The ranks disagree about a model-parallel layer: all must use the same arguments (units, sub_batches, "
+            "data types, block size), dtype and shape of a sample, and call their layers in the same order. Of each "
+            "rank: a hash of the arguments, then the shape of a sample",
+            summarize=1000,
+        )
+        with tf.control_dependencies([] if check is None else [check]):
+            return tf.identity(table[:, 0])
+
+
+def _not_constant(x: tf.Tensor) -> tf.Tensor:
+    """x, but no constant to TensorFlow's graph optimizer.
+
+    Horovod's ops are not marked as stateful. The optimizer runs those of constant input once and for all, while it
+    optimizes; on ranks with other static shapes it does so for others, and the ranks wait for each other forever.
+    """
+    return tf.raw_ops.PlaceholderWithDefault(input=x, shape=x.shape)
+
+
+def _swap(parts, shapes, boundary: Boundary, name: str | None) -> list[tf.Tensor]:
+    """Sends parts[r] to rank r; returns what the ranks sent, of these shapes. The own part stays, exact.
+
+    The messages, one after the other, are one alltoall.
+    """
+    here, codec, dtype = boundary.here, boundary.forward, parts[0].dtype
+    own = here.rank
+    messages = [tf.zeros([0], tf.uint8) if r == own else codec.encode(part) for r, part in enumerate(parts)]
+    with tf.device("/cpu:0"):
+        elements = [tf.reduce_prod(shape) if r != own else tf.constant(0) for r, shape in enumerate(shapes)]
+        sizes = codec.message_bytes(tf.stack(elements), dtype)
+        splits = tf.stack([tf.size(message) for message in messages])
+    message = _not_constant(tf.concat(messages, axis=0))
+    received, _ = hvd.alltoall(message, splits, name=name, process_set=boundary.process_set)
+    received = tf.split(received, sizes, num=here.ranks)
+    return [
+        parts[own] if r == own else codec.decode(message, shape, dtype)
+        for r, (message, shape) in enumerate(zip(received, shapes))
+    ]
+
+
+def _shape(rows: tf.Tensor, like: tf.Tensor, width: int | None = None) -> tf.Tensor:
+    """The shape of `like` with other rows (first dimension) and, if given, another width (last dimension)."""
+    middle = tf.shape(like)[1:] if width is None else tf.concat([tf.shape(like)[1:-1], [width]], axis=0)
+    return tf.concat([[rows], middle], axis=0)
+
+
+def gather_batch(x: tf.Tensor, rows: tf.Tensor, boundary: Boundary, name: str | None) -> tf.Tensor:
+    """The rows of all ranks, in rank order: an allgather of messages. Own rows are exact.
+
+    Its gradient is `sum_rows`: the sum over the ranks of their gradients for the own rows.
+
+    Args:
+        x: [rows[rank], ...], the dimensions after the first equal on all ranks.
+        rows: int32[ranks], from `agree_on_rows`.
+        boundary: codecs and ranks.
+        name: of the collective, unique in the graph and the same on all ranks; None in eager mode.
+
+    Returns:
+        [sum of rows, ...], of x's dtype.
+    """
+    here, codec = boundary.here, boundary.forward
+
+    @tf.custom_gradient
+    def gather(x: tf.Tensor):
+        gathered = hvd.allgather(_not_constant(codec.encode(x)), name=name, process_set=boundary.process_set)
+        shapes = [_shape(rows[r], x) for r in range(here.ranks)]
+        with tf.device("/cpu:0"):
+            sizes = codec.message_bytes(tf.stack([tf.reduce_prod(shape) for shape in shapes]), x.dtype)
+        messages = tf.split(gathered, sizes, num=here.ranks)
+        parts = [
+            x if r == here.rank else codec.decode(message, shape, x.dtype)
+            for r, (message, shape) in enumerate(zip(messages, shapes))
+        ]
+        result = tf.ensure_shape(tf.concat(parts, axis=0), [None, *x.shape[1:]])
+
+        def gradient(upstream: tf.Tensor):
+            with boundary_scope():
+                return sum_rows(upstream, rows, boundary.reversed, name and f"{name}_gradient")
+
+        return result, gradient
+
+    return gather(x)
+
+
+def sum_rows(x: tf.Tensor, rows: tf.Tensor, boundary: Boundary, name: str | None) -> tf.Tensor:
+    """The sum over ranks of their own tensors' rows for this rank: [sum of rows, ...] -> [rows[rank], ...].
+
+    The adjoint of `gather_batch`, which is its gradient. Added in float32 (float64 for float64).
+    """
+    here = boundary.here
+
+    @tf.custom_gradient
+    def reduce(x: tf.Tensor):
+        parts = tf.split(x, rows, num=here.ranks)
+        shape = _shape(rows[here.rank], x)
+        wide = tf.float64 if x.dtype == tf.float64 else tf.float32
+        total = tf.add_n([tf.cast(p, wide) for p in _swap(parts, [shape] * here.ranks, boundary, name)])
+        result = tf.ensure_shape(tf.cast(total, x.dtype), [None, *x.shape[1:]])
+
+        def gradient(upstream: tf.Tensor):
+            with boundary_scope():
+                return gather_batch(upstream, rows, boundary.reversed, name and f"{name}_gradient")
+
+        return result, gradient
+
+    return reduce(x)
+
+
+def exchange_features(
+    x: tf.Tensor, rows: tf.Tensor, widths: Sequence[int], boundary: Boundary, name: str | None
+) -> tf.Tensor:
+    """Own features of all rows -> all features of the own rows, in rank order: an alltoall. The own part is exact.
+
+    Its gradient is `exchange_rows`, the reverse.
+
+    Args:
+        x: [sum of rows, ..., widths[rank]].
+        rows: int32[ranks], the rows that go to each rank.
+        widths: the features that each rank has.
+        boundary: codecs and ranks.
+        name: of the collective, as in `gather_batch`.
+
+    Returns:
+        [rows[rank], ..., sum of widths], of x's dtype.
+    """
+    here = boundary.here
+
+    @tf.custom_gradient
+    def exchange(x: tf.Tensor):
+        parts = tf.split(x, rows, num=here.ranks)
+        shapes = [_shape(rows[here.rank], x, width) for width in widths]
+        result = tf.concat(_swap(parts, shapes, boundary, name), axis=-1)
+        result = tf.ensure_shape(result, [None, *x.shape[1:-1], sum(widths)])
+
+        def gradient(upstream: tf.Tensor):
+            with boundary_scope():
+                return exchange_rows(upstream, rows, widths, boundary.reversed, name and f"{name}_gradient")
+
+        return result, gradient
+
+    return exchange(x)
+
+
+def exchange_rows(
+    x: tf.Tensor, rows: tf.Tensor, widths: Sequence[int], boundary: Boundary, name: str | None
+) -> tf.Tensor:
+    """All features of the own rows -> own features of all rows: the inverse and adjoint of `exchange_features`."""
+    here = boundary.here
+
+    @tf.custom_gradient
+    def exchange(x: tf.Tensor):
+        parts = tf.split(x, list(widths), axis=-1)
+        shapes = [_shape(rows[r], x, widths[here.rank]) for r in range(here.ranks)]
+        result = tf.concat(_swap(parts, shapes, boundary, name), axis=0)
+        result = tf.ensure_shape(result, [None, *x.shape[1:-1], widths[here.rank]])
+
+        def gradient(upstream: tf.Tensor):
+            with boundary_scope():
+                return exchange_features(upstream, rows, widths, boundary.reversed, name and f"{name}_gradient")
+
+        return result, gradient
+
+    return exchange(x)

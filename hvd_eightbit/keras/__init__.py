@@ -13,13 +13,30 @@ from hvd_eightbit.keras.callbacks import (
     MetricAverageCallback,
     RankAgreement,
 )
+from hvd_eightbit.keras.layers import EightBitBoundary, ExchangeFeatures, GatherBatch, ModelParallelDense
+from hvd_eightbit.keras.local import (
+    PartialDistributedGradientTape,
+    PartialDistributedOptimizer,
+    gather_weights,
+    local_layers,
+    scatter_weights,
+)
 from hvd_eightbit.keras.optimizers import DistributedOptimizer
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",
     "DistributedOptimizer",
+    "EightBitBoundary",
+    "ExchangeFeatures",
+    "GatherBatch",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
+    "ModelParallelDense",
+    "PartialDistributedGradientTape",
+    "PartialDistributedOptimizer",
     "RankAgreement",
+    "gather_weights",
+    "local_layers",
+    "scatter_weights",
 ]

@@ -1,0 +1,169 @@
+"""Training and checkpoints where the weights of some layers are local to their rank, as in ModelParallelDense.
+
+The gradient of a local weight is that of the sum of the ranks' losses: the batch of all ranks went through it. Where
+other gradients are averaged, and so are those of the mean of the losses, it has to be divided by the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from hvd_eightbit.keras import optimizers
+from hvd_eightbit.keras.layers import ModelParallelDense
+
+
+def local_layers(model: Any) -> list[Any]:
+    """The layers of a model (or a layer) whose weights are local to this rank."""
+    return [layer for layer in model._flatten_layers() if isinstance(layer, ModelParallelDense)]
+
+
+def PartialDistributedOptimizer(optimizer: Any, local_layers: Sequence[Any], **options: Any) -> Any:
+    """DistributedOptimizer for a model with local layers: their gradients are not reduced.
+
+    They are divided by the number of ranks where the others are averaged, and left as they are with op=hvd.Sum, so that
+    a step is that of one process on the whole batch. If ranks have different numbers of rows, this holds for a loss
+    that is a sum over samples, divided by the same number on each rank.
+
+    Args:
+        optimizer: as for DistributedOptimizer.
+        local_layers: the layers with weights that are local, as from `local_layers(model)`.
+        **options: as for DistributedOptimizer.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        As DistributedOptimizer, and
+        ValueError: under Keras 2, if a layer is not built.
+    """
+    optimizer = optimizers.DistributedOptimizer(optimizer, **options)
+    layers = list(local_layers)
+    if optimizers.is_keras_3(optimizer):
+        optimizer._horovod = _PartialReducer(optimizer._horovod.options, layers)
+        return optimizer
+    optimizer.scale_local_gradients = options.get("op", hvd.Average) == hvd.Average
+    if optimizer._agg_helper is not None:
+        optimizer._agg_helper.scale_local_gradients = optimizer.scale_local_gradients
+    for variable in _variables_of(layers, must_be_built=True):
+        optimizer.register_local_var(variable)
+    return optimizer
+
+
+class _PartialReducer(optimizers._Reducer):
+    """Reduces all gradients but those of the local layers."""
+
+    def __init__(self, options: Any, layers: list[Any]):
+        super().__init__(options)
+        self._layers = layers
+
+    def reduce(self, grads, variables):
+        refs = {variable.ref() for variable in _variables_of(self._layers)}
+        is_local = [_tf_variable(variable).ref() in refs for variable in variables]
+        reduced = super().reduce([None if local else g for local, g in zip(is_local, grads)], variables)
+        average = self.options.op == hvd.Average and self._ranks_exchange()
+        factor = 1.0 / self.options.process_set.size() if average else 1.0
+        return [
+            grad * tf.cast(factor, grad.dtype) if local and grad is not None else other
+            for local, grad, other in zip(is_local, grads, reduced)
+        ]
+
+
+def PartialDistributedGradientTape(tape: tf.GradientTape, local_layers: Sequence[Any], **options: Any) -> Any:
+    """A tf.GradientTape that reduces gradients over the ranks, but not those of local layers.
+
+    As PartialDistributedOptimizer, for a training loop of your own; Horovod's, for Keras 3's variables too.
+
+    Args:
+        tape: the recorded tape.
+        local_layers: as for PartialDistributedOptimizer.
+        **options: as for hvd.DistributedGradientTape, such as compression=.
+
+    Returns:
+        An object with `gradient(target, sources)`; sources are variables.
+    """
+    options.setdefault("scale_local_gradients", options.get("op", hvd.Average) == hvd.Average)
+    return _Tape(hvd.DistributedGradientTape(tape, **options), list(local_layers))
+
+
+class _Tape:
+    def __init__(self, tape: Any, layers: list[Any]):
+        self._tape = tape
+        for variable in _variables_of(layers, must_be_built=True):
+            tape.register_local_source(variable)
+
+    def gradient(self, target: tf.Tensor, sources: Sequence[Any], output_gradients: Any = None) -> list[Any]:
+        return self._tape.gradient(target, [_tf_variable(v) for v in sources], output_gradients)
+
+
+def gather_weights(model: Any) -> list[np.ndarray]:
+    """The weights of a model (or a layer), whole: those of the same model with Dense instead of ModelParallelDense.
+
+    All ranks must call it, and all get all; in the order of `model.get_weights()`. One float32 matrix at a time is
+    gathered, uncompressed.
+    """
+    whole = []
+    for variable, layer in _weights_and_their_layer(model):
+        value = np.asarray(_tf_variable(variable))
+        if layer is not None:
+            value = _gather_columns(value, layer)
+        whole.append(value)
+    return whole
+
+
+def scatter_weights(model: Any, weights: Sequence[np.ndarray]) -> None:
+    """The reverse of gather_weights, also with another number of ranks: each takes its columns. Nothing is sent.
+
+    Args:
+        model: built.
+        weights: as from gather_weights, or the `get_weights()` of a model with Dense; equal on all ranks.
+
+    Raises:
+        ValueError: if the number of weights or a shape does not fit.
+    """
+    pairs = _weights_and_their_layer(model)
+    if len(pairs) != len(weights):
+        raise ValueError(f"weights has {len(weights)} arrays, the model {len(pairs)} weights (is it built?)")
+    parts = []
+    for i, ((variable, layer), value) in enumerate(zip(pairs, weights)):
+        value, shape = np.asarray(value), tuple(variable.shape)
+        if layer is not None:
+            rank = layer._boundary.here.rank
+            first, last = sum(layer.shards[:rank]), sum(layer.shards[: rank + 1])
+            shape = (*shape[:-1], layer.units)
+        if value.shape != shape:
+            raise ValueError(f"weights[{i}] has shape {value.shape}, the model's {variable.name} as a whole {shape}")
+        parts.append(value if layer is None else value[..., first:last])
+    for (variable, _), part in zip(pairs, parts):
+        variable.assign(part)
+
+
+def _weights_and_their_layer(model: Any) -> list[tuple[Any, Any]]:
+    """Each weight, in the order of `model.weights`, with the local layer that it is of, or None."""
+    owner = {_tf_variable(v).ref(): layer for layer in local_layers(model) for v in layer.weights}
+    return [(variable, owner.get(_tf_variable(variable).ref())) for variable in model.weights]
+
+
+def _gather_columns(value: np.ndarray, layer: Any) -> np.ndarray:
+    boundary = layer._boundary
+    if boundary.here.ranks == 1:
+        return value
+    wide = value if value.dtype in (np.float16, np.float32, np.float64) else value.astype(np.float32)
+    columns = hvd.allgather(tf.constant(wide.T), process_set=boundary.process_set).numpy()
+    return np.ascontiguousarray(columns.T).astype(value.dtype)
+
+
+def _variables_of(layers: Sequence[Any], must_be_built: bool = False) -> list[tf.Variable]:
+    for layer in layers:
+        if must_be_built and not layer.built:
+            raise ValueError(f"layer {layer.name!r} is not built, its weights are not known: build the model before")
+    return [_tf_variable(variable) for layer in layers for variable in layer.trainable_weights]
+
+
+def _tf_variable(variable: Any) -> tf.Variable:
+    """TensorFlow's variable: Keras 3 has its own around it."""
+    return variable if isinstance(variable, tf.Variable) else variable.value
