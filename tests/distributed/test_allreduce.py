@@ -113,6 +113,18 @@ def test_a_group_of_several_dtypes(mode):
     assert_equal(results[2], wanted[1])
 
 
+def test_a_constant_is_not_folded_away():
+    """TensorFlow's optimizer would run the exchange of a constant while it optimizes, on the rank that has one."""
+    own = tf.constant(bucket(17, [(30000,)])[hvd.rank()][0])
+
+    @tf.function
+    def mean(x):
+        return eightbit.allreduce(own if hvd.rank() == 0 else x, name="constant_on_rank_0")
+
+    for _ in range(2):
+        assert_equal(mean(own), expected(bucket(17, [(30000,)]))[0])
+
+
 @both_modes
 def test_our_own_allreduce(mode):
     contributions = bucket(12)
