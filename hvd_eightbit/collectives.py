@@ -276,7 +276,7 @@ def agree_on_rows(
     here = boundary.here
     with tf.device("/cpu:0"):  # a handful of integers, wanted on the host
         own = tf.concat([[rows], [mark % 2**31], sample_shape], axis=0)
-        table = hvd.allgather(_not_constant(own[tf.newaxis]), name=name, process_set=boundary.process_set)
+        table = hvd.allgather(not_constant(own[tf.newaxis]), name=name, process_set=boundary.process_set)
         table = tf.ensure_shape(table, [here.ranks, None])
         check = tf.debugging.assert_equal(
             table[1:, 1:],
@@ -290,7 +290,7 @@ def agree_on_rows(
             return tf.identity(table[:, 0])
 
 
-def _not_constant(x: tf.Tensor) -> tf.Tensor:
+def not_constant(x: tf.Tensor) -> tf.Tensor:
     """x, but no constant to TensorFlow's graph optimizer.
 
     Horovod's ops are not marked as stateful. The optimizer runs those of constant input once and for all, while it
@@ -311,7 +311,7 @@ def _swap(parts, shapes, boundary: Boundary, name: str | None) -> list[tf.Tensor
         elements = [tf.reduce_prod(shape) if r != own else tf.constant(0) for r, shape in enumerate(shapes)]
         sizes = codec.message_bytes(tf.stack(elements), dtype)
         splits = tf.stack([tf.size(message) for message in messages])
-    message = _not_constant(tf.concat(messages, axis=0))
+    message = not_constant(tf.concat(messages, axis=0))
     received, _ = hvd.alltoall(message, splits, name=name, process_set=boundary.process_set)
     received = tf.split(received, sizes, num=here.ranks)
     return [
@@ -344,7 +344,7 @@ def gather_batch(x: tf.Tensor, rows: tf.Tensor, boundary: Boundary, name: str | 
 
     @tf.custom_gradient
     def gather(x: tf.Tensor):
-        gathered = hvd.allgather(_not_constant(codec.encode(x)), name=name, process_set=boundary.process_set)
+        gathered = hvd.allgather(not_constant(codec.encode(x)), name=name, process_set=boundary.process_set)
         shapes = [_shape(rows[r], x) for r in range(here.ranks)]
         with tf.device("/cpu:0"):
             sizes = codec.message_bytes(tf.stack([tf.reduce_prod(shape) for shape in shapes]), x.dtype)

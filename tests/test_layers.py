@@ -8,7 +8,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
-from launcher import launch
+from launcher import backends, keras_2, launch
 
 import hvd_eightbit.keras as eightbit_keras
 from hvd_eightbit import data_types
@@ -22,17 +22,21 @@ def horovod():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "choice", "legacy"),
+    ("ranks", "backend", "choice", "environment"),
     [
-        pytest.param(2, "training or learning or bytes or saving or names or disagree", "0", id="2-keras-3"),
-        pytest.param(3, "not (learning or fit or names or bytes or accumulation or eager)", "1", id="3-keras-2"),
-        pytest.param(4, "without_compression or 8_bits and 4-graph or rows", "0", id="4-keras-3"),
+        (2, "gloo", "training or learning or bytes or saving or names or disagree or number or overflow", {}),
+        (3, "gloo", "not (learning or names or bytes or eager)", keras_2()),
+        (4, "gloo", "without_compression or 8_bits and 4-graph or rows", {}),
+        (2, "mpi", "bytes or 8_bits and 4-graph or saving or disagree", {}),
     ],
+    ids=["2-ranks", "3-ranks-keras-2", "4-ranks", "2-ranks-mpi"],
 )
-def test_on_ranks(ranks, choice, legacy):
+def test_on_ranks(ranks, backend, choice, environment):
+    if backend not in backends():
+        pytest.skip("Horovod is built without MPI, or there is no mpirun")
     command = ["-m", "pytest", "-v", "-x", "-p", "no:cacheprovider", "-k", choice, "--rootdir", str(FILES)]
-    environment = {"TF_USE_LEGACY_KERAS": legacy, "PYTHONUNBUFFERED": "1"}
-    job = launch(ranks, [*command, str(FILES / "test_layers.py")], timeout=200, env=environment)
+    command.append(str(FILES / "test_layers.py"))
+    job = launch(ranks, command, backend=backend, timeout=300, env={"PYTHONUNBUFFERED": "1", **environment})
     assert job.returncode == 0, job.stdout
     assert job.stdout.count(" passed") == ranks, job.stdout
 

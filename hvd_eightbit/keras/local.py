@@ -13,6 +13,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvd_eightbit import collectives
 from hvd_eightbit.keras import optimizers
 from hvd_eightbit.keras.layers import ModelParallelDense
 
@@ -27,7 +28,9 @@ def PartialDistributedOptimizer(optimizer: Any, local_layers: Sequence[Any], **o
 
     They are divided by the number of ranks where the others are averaged, and left as they are with op=hvd.Sum, so that
     a step is that of one process on the whole batch. If ranks have different numbers of rows, this holds for a loss
-    that is a sum over samples, divided by the same number on each rank.
+    that is a sum over samples, divided by the same number on each rank. Where one rank's local gradients are not
+    finite, all ranks' become NaN, so that a loss scaler skips the step on all (not with backward_passes_per_step > 1
+    under Keras 2).
 
     Args:
         optimizer: as for DistributedOptimizer.
@@ -49,8 +52,18 @@ def PartialDistributedOptimizer(optimizer: Any, local_layers: Sequence[Any], **o
     optimizer.scale_local_gradients = options.get("op", hvd.Average) == hvd.Average
     if optimizer._agg_helper is not None:
         optimizer._agg_helper.scale_local_gradients = optimizer.scale_local_gradients
-    for variable in _variables_of(layers, must_be_built=True):
+    local = _variables_of(layers, must_be_built=True)
+    for variable in local:
         optimizer.register_local_var(variable)
+    process_set = options.get("process_set") or hvd.global_process_set
+    if optimizer._agg_helper is None and process_set.size() > 1:
+        refs, reduce = {variable.ref() for variable in local}, optimizer._allreduce
+
+        def reduce_and_agree(grads, variables):
+            is_local = [variable.ref() in refs for variable in variables]
+            return _all_or_none_finite(reduce(grads, variables), is_local, process_set, optimizer._name)
+
+        optimizer._allreduce = reduce_and_agree
     return optimizer
 
 
@@ -65,12 +78,32 @@ class _PartialReducer(optimizers._Reducer):
         refs = {variable.ref() for variable in _variables_of(self._layers)}
         is_local = [_tf_variable(variable).ref() in refs for variable in variables]
         reduced = super().reduce([None if local else g for local, g in zip(is_local, grads)], variables)
-        average = self.options.op == hvd.Average and self._ranks_exchange()
+        gradients = [grad if local else other for local, grad, other in zip(is_local, grads, reduced)]
+        if not self._ranks_exchange():
+            return gradients
+        average = self.options.op == hvd.Average
         factor = 1.0 / self.options.process_set.size() if average else 1.0
-        return [
-            grad * tf.cast(factor, grad.dtype) if local and grad is not None else other
-            for local, grad, other in zip(is_local, grads, reduced)
-        ]
+        return _all_or_none_finite(gradients, is_local, self.options.process_set, self.options.name, factor)
+
+
+def _all_or_none_finite(gradients, is_local, process_set: hvd.ProcessSet, name: str, factor: float = 1.0) -> list[Any]:
+    """The gradients, the local ones times factor; if one of any rank's local gradients is not finite, times NaN.
+
+    A loss scaler that sees an overflow in the columns of one rank must skip the step on all of them, as it does for
+    gradients that are reduced.
+    """
+    own = [grad for local, grad in zip(is_local, gradients) if local and grad is not None]
+    if not own:
+        return list(gradients)
+    not_finite = tf.add_n([tf.reduce_sum(tf.cast(~tf.math.is_finite(grad), tf.float32)) for grad in own])
+    worst = hvd.allreduce(
+        collectives.not_constant(not_finite), op=hvd.Max, name=f"{name}_not_finite", process_set=process_set
+    )
+    factor = tf.where(worst > 0, float("nan"), factor)
+    return [
+        grad * tf.cast(factor, grad.dtype) if local and grad is not None else grad
+        for local, grad in zip(is_local, gradients)
+    ]
 
 
 def PartialDistributedGradientTape(tape: tf.GradientTape, local_layers: Sequence[Any], **options: Any) -> Any:
@@ -87,17 +120,25 @@ def PartialDistributedGradientTape(tape: tf.GradientTape, local_layers: Sequence
         An object with `gradient(target, sources)`; sources are variables.
     """
     options.setdefault("scale_local_gradients", options.get("op", hvd.Average) == hvd.Average)
-    return _Tape(hvd.DistributedGradientTape(tape, **options), list(local_layers))
+    process_set = options.get("process_set", hvd.global_process_set)
+    return _Tape(hvd.DistributedGradientTape(tape, **options), list(local_layers), process_set)
 
 
 class _Tape:
-    def __init__(self, tape: Any, layers: list[Any]):
+    def __init__(self, tape: Any, layers: list[Any], process_set: hvd.ProcessSet):
         self._tape = tape
-        for variable in _variables_of(layers, must_be_built=True):
+        self._process_set = process_set
+        self._local = _variables_of(layers, must_be_built=True)
+        for variable in self._local:
             tape.register_local_source(variable)
 
     def gradient(self, target: tf.Tensor, sources: Sequence[Any], output_gradients: Any = None) -> list[Any]:
-        return self._tape.gradient(target, [_tf_variable(v) for v in sources], output_gradients)
+        sources = [_tf_variable(v) for v in sources]
+        gradients = self._tape.gradient(target, sources, output_gradients)
+        if self._process_set.size() == 1:
+            return gradients
+        local = {variable.ref() for variable in self._local}
+        return _all_or_none_finite(gradients, [v.ref() in local for v in sources], self._process_set, "eightbit_local")
 
 
 def gather_weights(model: Any) -> list[np.ndarray]:

@@ -439,12 +439,50 @@ def test_mixed_precision(policy):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_bad_number_of_one_rank_is_nan_for_all(bad):
+def test_a_bad_number_of_one_rank_is_nan_in_the_kernel_gradients_of_all(bad):
+    """And in the outputs of that rank alone: the others' rows do not depend on it."""
     _, layer = dense_pair(None)
     x = normal(4, FEATURES)
-    x[0, 0] = bad if hvd.rank() == hvd.size() - 1 else 1
-    y = layer(tf.constant(x)).numpy()
-    assert not np.isfinite(y).all() or hvd.rank() != hvd.size() - 1
+    last = hvd.rank() == hvd.size() - 1
+    x[0, 0] = bad if last else 1
+    y, dx, dk, db = output_and_gradients(layer, tf.constant(x), tf.ones([4, UNITS]))
+    assert np.isfinite(y).all() != last
+    assert not np.isfinite(dk).any(axis=1).all()
+    assert np.isfinite(dx).all() and np.isfinite(db).all()
+
+
+@pytest.mark.parametrize("loop", ["fit", "tape"])
+def test_an_overflow_in_the_columns_of_one_rank_is_seen_by_all(loop):
+    model = make_model(EXACT)
+    local = eightbit_keras.local_layers(model)
+    variables = model.trainable_variables
+    before = model.get_weights()
+    bad = np.inf if hvd.rank() == hvd.size() - 1 else 1.0  # in the gradient of the kernel of the last rank only
+    hidden = [id(v) for v in model.get_layer("hidden").trainable_variables]
+    if loop == "tape":
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(raw(v)) * (bad if id(v) == hidden[0] else 1.0) for v in variables])
+        tape = eightbit_keras.PartialDistributedGradientTape(tape, local)
+        gradients = tape.gradient(loss, variables)
+        assert [bool(np.isfinite(g).all()) for g in gradients] == [id(v) not in hidden for v in variables]
+    elif KERAS_3:
+        gradients = [tf.ones(v.shape) * (bad if id(v) == hidden[0] else 1.0) for v in variables]
+        for order in ("scaler outside", "scaler inside"):
+            optimizer = keras.optimizers.SGD(1.0)
+            if order == "scaler inside":
+                optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0)
+            optimizer = eightbit_keras.PartialDistributedOptimizer(optimizer, local)
+            if order == "scaler outside":
+                optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0)
+            optimizer.apply(gradients, variables)
+            assert float(optimizer.dynamic_scale) == 1.0
+        for a, b in zip(model.get_weights(), before):
+            np.testing.assert_array_equal(a, b)
+    else:
+        sgd = eightbit_keras.PartialDistributedOptimizer(keras.optimizers.SGD(1.0), local)
+        gradients = [tf.ones(v.shape) * (bad if id(v) == hidden[0] else 1.0) for v in variables]
+        reduced = sgd._allreduce(gradients, variables)
+        assert [bool(np.isfinite(g).all()) for g in reduced] == [id(v) not in hidden for v in variables]
 
 
 def test_learning_in_8_bits_is_as_good():
