@@ -122,7 +122,7 @@ def scaled_mean(
 
 
 def _alltoall(messages: tf.Tensor, here: World, process_set: hvd.ProcessSet, name: str | None) -> tf.Tensor:
-    """uint8[ranks, bytes], row r for rank r -> uint8[ranks, bytes], row r from rank r; the own row is without meaning."""
+    """uint8[ranks, bytes], row r for rank r -> the same, row r from rank r; the own row is without meaning."""
     if not _two_ranks_on_gloo(here):
         return hvd.alltoall(messages, name=name, process_set=process_set)
     others = _swap_by_sum(messages[1 - here.rank], process_set, name)
