@@ -345,13 +345,26 @@ def _swap(parts, shapes, boundary: Boundary, name: str | None) -> list[tf.Tensor
         elements = [tf.reduce_prod(shape) if r != own else tf.constant(0) for r, shape in enumerate(shapes)]
         sizes = codec.message_bytes(tf.stack(elements), dtype)
         splits = tf.stack([tf.size(message) for message in messages])
-    message = not_constant(tf.concat(messages, axis=0))
-    received, _ = hvd.alltoall(message, splits, name=name, process_set=boundary.process_set)
+    message = tf.concat(messages, axis=0)
+    if _two_ranks_on_gloo(here):
+        received = _swap_of_unequal(message, sizes[1 - own], boundary.process_set, name)
+    else:
+        received, _ = hvd.alltoall(not_constant(message), splits, name=name, process_set=boundary.process_set)
     received = tf.split(received, sizes, num=here.ranks)
     return [
         parts[own] if r == own else codec.decode(message, shape, dtype)
         for r, (message, shape) in enumerate(zip(received, shapes))
     ]
+
+
+def _swap_of_unequal(
+    message: tf.Tensor, others_bytes: tf.Tensor, process_set: hvd.ProcessSet, name: str | None
+) -> tf.Tensor:
+    """The message of the other of two ranks, of so many bytes (int32), for this one: both are sent as the longer."""
+    own_bytes = tf.size(message)
+    longer = -(-tf.maximum(own_bytes, others_bytes) // 4) * 4
+    padded = tf.pad(message, [[0, longer - own_bytes]])
+    return _swap_by_sum(not_constant(padded), process_set, name)[:others_bytes]
 
 
 def _shape(rows: tf.Tensor, like: tf.Tensor, width: int | None = None) -> tf.Tensor:
@@ -378,11 +391,15 @@ def gather_batch(x: tf.Tensor, rows: tf.Tensor, boundary: Boundary, name: str | 
 
     @tf.custom_gradient
     def gather(x: tf.Tensor):
-        gathered = hvd.allgather(not_constant(codec.encode(x)), name=name, process_set=boundary.process_set)
-        shapes = [_shape(rows[r], x) for r in range(here.ranks)]
+        message, shapes = codec.encode(x), [_shape(rows[r], x) for r in range(here.ranks)]
         with tf.device("/cpu:0"):
             sizes = codec.message_bytes(tf.stack([tf.reduce_prod(shape) for shape in shapes]), x.dtype)
-        messages = tf.split(gathered, sizes, num=here.ranks)
+        if _two_ranks_on_gloo(here):
+            others = _swap_of_unequal(message, sizes[1 - here.rank], boundary.process_set, name)
+            messages = [message, others] if here.rank == 0 else [others, message]
+        else:
+            gathered = hvd.allgather(not_constant(message), name=name, process_set=boundary.process_set)
+            messages = tf.split(gathered, sizes, num=here.ranks)
         parts = [
             x if r == here.rank else codec.decode(message, shape, x.dtype)
             for r, (message, shape) in enumerate(zip(messages, shapes))
