@@ -67,9 +67,9 @@ REGISTER_OP("EightBitPack")
     .Attr("T: {half, bfloat16, float, double}")
     .Attr("N: int >= 1")
     .Attr("block_size: int >= 0")
-    // What it gives goes to a collective. TensorFlow's graph optimizer runs a stateless op with constant inputs, and all
-    // that follows it, while it optimizes; Horovod's ops are stateless, so the collective too, and the ranks would wait
-    // for one another forever wherever they do not all do so.
+    // What it gives goes to a collective. TensorFlow's graph optimizer runs a stateless op with constant inputs, and
+    // all that follows it, while it optimizes; Horovod's ops are stateless, so the collective too, and the ranks would
+    // wait for one another forever wherever they do not all do so.
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       const int tensors = c->num_inputs() - 3;
