@@ -1,11 +1,10 @@
 """Predicted against measured: reductions and training steps over links of known rates.
 
-    python benchmarks/predicted_vs_measured.py OUT --ranks 2 4 --rates 0.5 1 4 --command "horovodrun --gloo"
+    python benchmarks/predicted_vs_measured.py OUT [--ranks 2 4 8] [--rates 0.1 0.25 0.5 1] [--backend gloo]
 
-Every run is in a network namespace of its own whose loopback is limited by `tc` (so: Linux, root, iproute2). All its
-ranks share the loopback, so a rank has RATE / RANKS. Kernels, calls and adding are measured once per number of ranks
-without a limit; from them and the nominal rate alone the times are predicted. Writes OUT.json, OUT.md, and OUT.png if
-matplotlib is there.
+Every rank is a host of its own: a network namespace whose card is limited by `tc` (so: Linux, root, iproute2). Kernels,
+calls and collectives are measured once per number of ranks without a limit; from them and the nominal rate alone the
+times are predicted. Writes OUT.json, OUT.md, and OUT.png if matplotlib is there.
 """
 
 from __future__ import annotations
@@ -13,46 +12,52 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import os
 import pathlib
-import shlex
-import subprocess
 import sys
 import tempfile
+
+import namespaces
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 
 from hvd_eightbit.speedup import calibration, plotting
 from hvd_eightbit.speedup.model import Efficiency, Link, Setting, allreduce_seconds
 from hvd_eightbit.speedup.model import predict as predict_step
 from hvd_eightbit.speedup.models import Layer, Network
 
-CALIBRATE = "-m hvd_eightbit.cli predict --measure"
-TRAIN = pathlib.Path(__file__).with_name("training_step.py")
-# Small packets, so that the limit acts evenly: loopback's own are as large as the bucket of tokens.
-LIMIT = "ip link set lo mtu 9000 && ip link set lo gso_max_size 9000 && ip link set lo up"
+CALIBRATE = ["-m", "hvd_eightbit.cli", "predict", "--measure"]
+TRAIN = [str(pathlib.Path(__file__).with_name("training_step.py"))]
 
 
-def run(program: str, ranks: int, rate: float | None, command: str) -> dict:
-    """The JSON that a program writes to its last argument, run with the loopback limited to `rate` Gbit/s."""
-    with tempfile.TemporaryDirectory() as folder:
+def run(program: list[str], ranks: int, rate: float | None, backend: str) -> dict:
+    """The JSON that a program writes to its last argument, run on hosts of one rank with cards of `rate` Gbit/s."""
+    with tempfile.TemporaryDirectory() as folder, namespaces.hosts(ranks, rate) as hosts:
         file = pathlib.Path(folder) / "out.json"
-        limit = "" if rate is None else f" && tc qdisc add dev lo root tbf rate {rate}gbit burst 64kb latency 300ms"
-        line = f"{LIMIT}{limit} && {command} -np {ranks} {shlex.quote(sys.executable)} {program} {file}"
-        subprocess.run(["unshare", "-n", "sh", "-c", line], check=True, timeout=900)
+        env = {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+        done = hosts.run([1] * ranks, [*program, str(file)], backend=backend, timeout=900, env=env)
+        if done.returncode:
+            sys.exit(f"{program} failed on {ranks} ranks:\n{done.stdout}")
         return json.loads(file.read_text())
 
 
 def at_rate(unlimited: calibration.Calibration, rate: float) -> calibration.Calibration:
-    """Ranks on a link that was not measured.
+    """Ranks on a link that was not measured, of so many Gbit/s.
 
-    Without a limit an allreduce on one machine is bound by adding, so that its speed is taken for that of adding.
+    Without a limit it is the processor that moves and adds what a collective sends, at a bandwidth of its own. With one,
+    both take their time and overlap in part: the longer hides most of the shorter where one is much longer, and little
+    where they are alike. Taken to be the root of the sum of their squares.
     """
-    free, link = unlimited.cluster, Link(rate * 1e9 / 8 / unlimited.cluster.ranks, unlimited.cluster.within.latency)
-    reached = free.within.bandwidth
-    kernels = dataclasses.replace(
-        unlimited.kernels,
-        add=reached * free.efficiency.allreduce_float32 / 8,
-        add_fp16=reached * free.efficiency.allreduce_fp16 / 4,
-    )
-    return calibration.Calibration(dataclasses.replace(free, within=link, efficiency=Efficiency()), kernels)
+    free, bandwidth = unlimited.cluster, rate * 1e9 / 8
+    shares = {
+        name: 1 / math.hypot(1, bandwidth / (share * free.between.bandwidth))
+        for name, share in dataclasses.asdict(free.efficiency).items()
+    }
+    link = Link(bandwidth, free.between.latency)
+    cluster = dataclasses.replace(free, between=link, within=link, efficiency=Efficiency(**shares))
+    return calibration.Calibration(cluster, unlimited.kernels)
 
 
 def perceptron(widths: list[int]) -> Network:
@@ -61,35 +66,35 @@ def perceptron(widths: list[int]) -> Network:
     return Network("perceptron", tuple(Layer(f"{a}x{b}", (a * b, b), 2 * a * b) for a, b in pairs))
 
 
-def compare(ranks: int, rates: list[float], command: str) -> list[dict]:
+def compare(ranks: int, rates: list[float], backend: str) -> list[dict]:
     """Reductions and training steps on so many ranks, measured and predicted, at each rate."""
     rows = []
-    unlimited = calibration.from_json(run(CALIBRATE, ranks, None, command))
+    unlimited = calibration.from_json(run(CALIBRATE, ranks, None, backend))
     for rate in rates:
         link = at_rate(unlimited, rate)
-        for check in run(CALIBRATE, ranks, rate, command)["checks"]:
+        for check in run(CALIBRATE, ranks, rate, backend)["checks"]:
             method, elements = check["method"], check["elements"]
             predicted = allreduce_seconds(link.cluster, link.kernels, elements, method)
             what = f"reduction of {elements:,}"
             rows.append((rate, what, method, check["measured"], predicted))
-        steps = run(str(TRAIN), ranks, rate, command)
+        steps = run(TRAIN, ranks, rate, backend)
         network = perceptron(steps.pop("widths"))
         setting = Setting(network, link.cluster, link.kernels, compute_seconds=steps.pop("compute"))
         for method, measured in steps.items():
             rows.append((rate, "training step", method, measured, predict_step(setting, method).step))
     names = ("rate", "what", "method", "measured", "predicted")
-    return [{"ranks": ranks, **dict(zip(names, row))} for row in rows]
+    return [{"ranks": ranks, "backend": backend, **dict(zip(names, row))} for row in rows]
 
 
 def table(rows: list[dict]) -> str:
     """Markdown."""
     lines = [
-        "| ranks | link Gbit/s | a rank's share | what | method | measured ms | predicted ms | ratio |",
-        "|---|---|---|---|---|---|---|---|",
+        "| ranks | card, Gbit/s | what | method | measured ms | predicted ms | ratio |",
+        "|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         lines.append(
-            f"| {r['ranks']} | {r['rate']:g} | {r['rate'] / r['ranks']:g} | {r['what']} | {r['method']} | "
+            f"| {r['ranks']} | {r['rate']:g} | {r['what']} | {r['method']} | "
             f"{1e3 * r['measured']:.1f} | {1e3 * r['predicted']:.1f} | {r['predicted'] / r['measured']:.2f} |"
         )
     errors = sorted(abs(r["predicted"] / r["measured"] - 1) for r in rows)
@@ -118,16 +123,16 @@ def main() -> None:
     """Measures, predicts, writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", help="OUT.json, OUT.md and OUT.png are written")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1, 4], help="Gbit/s of the loopback")
-    parser.add_argument("--command", default="horovodrun --gloo", help="launcher, to which -np N PROGRAM is added")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.1, 0.25, 0.5, 1], help="Gbit/s of a host's card")
+    parser.add_argument("--backend", choices=("gloo", "mpi"), default="gloo")
     parser.add_argument("--plot-only", action="store_true", help="draw OUT.json, measured before")
     options = parser.parse_args()
     out = options.out
     if not options.plot_only:
         rows = []
         for ranks in options.ranks:
-            rows += compare(ranks, options.rates, options.command)
+            rows += compare(ranks, options.rates, options.backend)
             pathlib.Path(f"{out}.json").write_text(json.dumps(rows, indent=1) + "\n")
             pathlib.Path(f"{out}.md").write_text(table(rows))
     rows = json.loads(pathlib.Path(f"{out}.json").read_text())
