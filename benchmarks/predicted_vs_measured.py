@@ -23,10 +23,10 @@ import namespaces
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hvd_eightbit.speedup import calibration, plotting
-from hvd_eightbit.speedup.model import Efficiency, Link, Setting, allreduce_seconds
-from hvd_eightbit.speedup.model import predict as predict_step
-from hvd_eightbit.speedup.models import Layer, Network
+from hvd_eightbit.speedup import calibration, plotting  # noqa: E402
+from hvd_eightbit.speedup.model import Efficiency, Link, Setting, allreduce_seconds  # noqa: E402
+from hvd_eightbit.speedup.model import predict as predict_step  # noqa: E402
+from hvd_eightbit.speedup.models import Layer, Network  # noqa: E402
 
 CALIBRATE = ["-m", "hvd_eightbit.cli", "predict", "--measure"]
 TRAIN = [str(pathlib.Path(__file__).with_name("training_step.py"))]
@@ -46,8 +46,8 @@ def run(program: list[str], ranks: int, rate: float | None, backend: str) -> dic
 def at_rate(unlimited: calibration.Calibration, rate: float) -> calibration.Calibration:
     """Ranks on a link that was not measured, of so many Gbit/s.
 
-    Without a limit it is the processor that moves and adds what a collective sends, at a bandwidth of its own. With one,
-    both take their time and overlap in part: the longer hides most of the shorter where one is much longer, and little
+    Without a limit it is the processor that moves and adds what a collective sends, at a bandwidth of its own. With
+    one, both take their time and overlap in part: the longer hides most of the shorter where one is much longer, and little
     where they are alike. Taken to be the root of the sum of their squares.
     """
     free, bandwidth = unlimited.cluster, rate * 1e9 / 8
