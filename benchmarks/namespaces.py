@@ -268,7 +268,9 @@ def hosts(number: int, gbit: float | None = None) -> Iterator[Hosts]:
             do(enter, f"ip addr add {SUBNET}.{i + 1}/24 dev {INTERFACE}")
             do(enter, f"ip link set {INTERFACE} up")
             if gbit is not None:
-                limit = f"root tbf rate {gbit}gbit burst 256kb latency 50ms"
+                # What a bucket holds passes at once, so it holds little: half a millisecond, and the largest packet.
+                burst = max(65536, int(gbit * 1e9 / 8 * 0.5e-3))
+                limit = f"root tbf rate {gbit}gbit burst {burst} latency 50ms"
                 do(enter, f"tc qdisc add dev {INTERFACE} {limit}")
                 do(switch, f"tc qdisc add dev port{i} {limit}")
             enters.append(enter)

@@ -47,8 +47,8 @@ def at_rate(unlimited: calibration.Calibration, rate: float) -> calibration.Cali
     """Ranks on a link that was not measured, of so many Gbit/s.
 
     Without a limit it is the processor that moves and adds what a collective sends, at a bandwidth of its own. With
-    one, both take their time and overlap in part: the longer hides most of the shorter where one is much longer, and little
-    where they are alike. Taken to be the root of the sum of their squares.
+    one, both take their time and overlap in part: the longer hides most of the shorter where one is much longer, and
+    little where they are alike. Taken to be the root of the sum of their squares.
     """
     free, bandwidth = unlimited.cluster, rate * 1e9 / 8
     shares = {

@@ -108,13 +108,14 @@ def cluster() -> Cluster:
     nodes, others = ranks // per_node, ranks - 1
     vectors = {n: _vector(n) for n in SIZES}
     halves = {n: tf.cast(v, tf.float16) for n, v in vectors.items()}
-    codes = {n: tf.zeros([n // ranks * ranks], tf.uint8) for n in SIZES}
-    own = {n: tf.zeros([n // ranks], tf.uint8) for n in SIZES}
+    codes = {n: tf.zeros([ranks, n // ranks // 16 * 16], tf.uint8) for n in SIZES}
+    own = {n: codes[n][0] for n in SIZES}
+    here, everyone = collectives.world(hvd.global_process_set), hvd.global_process_set
     calls = {
         "allreduce_float32": (functools.partial(hvd.allreduce, op=hvd.Sum), vectors),
         "allreduce_fp16": (functools.partial(hvd.allreduce, op=hvd.Sum), halves),
-        "alltoall": (hvd.alltoall, codes),
-        "allgather": (hvd.allgather, own),
+        "alltoall": (lambda x: collectives._alltoall(x, here, everyone, None), codes),
+        "allgather": (lambda x: collectives._allgather(x, here, everyone, None), own),
     }
     # bytes through the slowest link for an element, and messages one after another
     across = others if nodes == 1 else per_node * (ranks - per_node)
