@@ -269,10 +269,10 @@ def hosts(number: int, gbit: float | None = None) -> Iterator[Hosts]:
             do(enter, f"ip link set {INTERFACE} up")
             if gbit is not None:
                 # What a bucket holds passes at once, so it holds little; but with less than the packets that become due
-                # while a timer is late (0.75 ms), or with packets as large as itself, it does not reach its rate.
-                burst = max(65536, int(gbit * 1e9 / 8 * 0.75e-3))
-                do(enter, f"ip link set {INTERFACE} gso_max_size 16384")
-                do(switch, f"ip link set port{i} gso_max_size 16384")
+                # while a timer is late (0.5 ms), or with packets as large as itself, it does not reach its rate.
+                burst = max(20_000, int(gbit * 1e9 / 8 * 0.5e-3))
+                do(enter, f"ip link set {INTERFACE} gso_max_size 8192")
+                do(switch, f"ip link set port{i} gso_max_size 8192")
                 limit = f"root tbf rate {gbit}gbit burst {burst} latency 50ms"
                 do(enter, f"tc qdisc add dev {INTERFACE} {limit}")
                 do(switch, f"tc qdisc add dev port{i} {limit}")

@@ -10,6 +10,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvd_eightbit.keras.local import shared_variables
 from hvd_eightbit.keras.optimizers import is_distributed, is_keras_3, is_wrapped_by_horovod
 
 # What hvd.broadcast takes; other types travel in a wider one.
@@ -20,6 +21,8 @@ _BROADCAST_DTYPES = (
 
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     """Starts every rank from the root's state: model weights and optimizer variables, not metrics or random seeds.
+
+    Weights that are local to their rank (ModelParallelDense) stay as they are, and so do the optimizer's for them.
 
     Under Keras 3 that happens before the first step, unless the model is built by its first batch; in that case, and
     under Keras 2, after the first step, as in Horovod: there are no variables to send before.
@@ -57,7 +60,8 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
 
     def _broadcast(self) -> None:
         self._done = True
-        variables = [_tf_variable(v) for v in [*self.model.weights, *_optimizer_variables(self.model.optimizer)]]
+        variables = [*self.model.weights, *_optimizer_variables(self.model.optimizer)]
+        variables = [_tf_variable(v) for v in shared_variables(variables, self.model)]
 
         # In a graph they overlap. By position: hvd.broadcast_variables goes by variables' names, which Keras numbers as
         # they are made, and a rank that loaded a checkpoint may have made more of them.
@@ -229,6 +233,7 @@ class RankAgreement(tf.keras.callbacks.Callback):
     message names the first variable that differs and says what is likely wrong. Horovod's own DistributedOptimizer
     around a Keras 3 optimizer is refused before the first step: it never averages there.
 
+    Weights that are local to their rank (ModelParallelDense) and the optimizer's variables for them are left out.
     Non-trainable weights are left out by default because ranks rightly differ in them: batch normalization keeps its
     rank's moving averages.
 
@@ -273,7 +278,7 @@ class RankAgreement(tf.keras.callbacks.Callback):
         if hvd.size() == 1:
             return
         weights = self.model.weights if self.non_trainable else self.model.trainable_weights
-        variables = [*weights, *_optimizer_variables(self.model.optimizer)]
+        variables = shared_variables([*weights, *_optimizer_variables(self.model.optimizer)], self.model)
         mine = [(_label(v), _digest(v)) for v in variables]
         theirs = hvd.allgather_object(mine, name="rank_agreement")
         difference = _first_difference(theirs)

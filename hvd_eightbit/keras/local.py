@@ -183,6 +183,44 @@ def scatter_weights(model: Any, weights: Sequence[np.ndarray]) -> None:
         variable.assign(part)
 
 
+def shared_variables(variables: Sequence[Any], model: Any) -> list[Any]:
+    """Those of the variables that all ranks share: neither local weights nor what the optimizer keeps for them.
+
+    Args:
+        variables: weights of the model and variables of its optimizer.
+        model: compiled; its optimizer may not be built yet.
+    """
+    local = [_tf_variable(v) for layer in local_layers(model) for v in layer.weights]
+    own = {v.ref() for v in local}
+    if local:
+        own |= {
+            _tf_variable(v).ref() for v in _slots(getattr(model.optimizer, "inner_optimizer", model.optimizer), own)
+        }
+    return [v for v in variables if _tf_variable(v).ref() not in own]
+
+
+def _slots(optimizer: Any, refs: set[Any]) -> list[Any]:
+    """The momentums and the like that an optimizer keeps for variables with these references."""
+    if hasattr(optimizer, "_slots"):  # tf.keras.optimizers.legacy: {key of a variable: {name: slot}}
+        keys = {(v.deref()._shared_name if v.deref()._in_graph_mode else v.deref()._unique_id) for v in refs}
+        return [slot for key, slots in optimizer._slots.items() if key in keys for slot in slots.values()]
+    # The others have lists of them, in the order of the variables that they were built for.
+    if hasattr(optimizer, "_index_dict"):
+        positions = optimizer._index_dict
+        mine = {positions[key] for v in refs if (key := optimizer._var_key(v.deref())) in positions}
+        count = len(positions)
+    else:
+        built_for = [_tf_variable(v).ref() for v in getattr(optimizer, "_trainable_variables", ())]
+        mine = {i for i, ref in enumerate(built_for) if ref in refs}
+        count = len(built_for)
+    lists = [v for v in vars(optimizer).values() if isinstance(v, (list, tuple)) and len(v) == count]
+    return [values[i] for values in lists for i in mine if isinstance(values[i], tf.Variable) or _is_keras(values[i])]
+
+
+def _is_keras(value: Any) -> bool:
+    return isinstance(getattr(value, "value", None), tf.Variable)
+
+
 def _weights_and_their_layer(model: Any) -> list[tuple[Any, Any]]:
     """Each weight, in the order of `model.weights`, with the local layer that it is of, or None."""
     owner = {_tf_variable(v).ref(): layer for layer in local_layers(model) for v in layer.weights}

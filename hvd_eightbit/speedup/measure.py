@@ -49,12 +49,16 @@ def seconds(call: Callable[..., object], *arguments: object) -> float:
 
 
 def fit(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
-    """(fixed, slope), neither negative, that fit times = fixed + slope * size with the least relative error."""
+    """(fixed, slope), neither negative, that fit times = fixed + slope * size with the least relative error.
+
+    Where small sizes take less than their share (buffers on the way let them through, caches hold them), fixed is
+    0 and the slope that of the largest size.
+    """
     sizes, times = np.asarray(sizes, float), np.asarray(times, float)
     columns = np.stack([1 / times, sizes / times], axis=1)
     fixed, slope = np.linalg.lstsq(columns, np.ones(len(times)), rcond=None)[0]
     if fixed < 0:
-        fixed, slope = 0.0, 1 / np.mean(sizes / times)
+        fixed, slope = 0.0, times[-1] / sizes[-1]
     if slope <= 0:
         raise ValueError(
             f"times {times.tolist()} do not grow with the sizes {sizes.tolist()}: measure on an idle machine"

@@ -388,6 +388,44 @@ def test_training_with_accumulation():
     assert_same_weights(model, whole.get_weights())
 
 
+@pytest.mark.parametrize("name", ["SGD", "Adam", "scaled", "legacy"])
+def test_training_with_callbacks_leaves_local_weights_alone(name):
+    """Neither the columns of this rank nor the optimizer's momentums for them are sent or compared; the others are."""
+    if name == "legacy" and KERAS_3:
+        pytest.skip("Keras 2 only")
+    model = make_model(EXACT)
+    make = {"SGD": optimizer, "legacy": lambda: keras.optimizers.legacy.Adam()}.get(name, keras.optimizers.Adam)
+    chosen, scaled = make(), keras.mixed_precision.LossScaleOptimizer
+    if name == "scaled" and KERAS_3:
+        chosen = scaled(chosen)
+    chosen = eightbit_keras.PartialDistributedOptimizer(chosen, eightbit_keras.local_layers(model))
+    if name == "scaled" and not KERAS_3:  # Horovod's wrapper goes inside
+        chosen = scaled(chosen)
+    model.compile(chosen, loss="mse")
+    agree = eightbit_keras.RankAgreement(every=1)
+    x, y = (np.concatenate(part) for part in batch_of(hvd.rank(), 3))
+    model.fit(x, y, batch_size=4, verbose=0, callbacks=[eightbit_keras.BroadcastGlobalVariablesCallback(), agree])
+
+    variables = model.optimizer.variables
+    everything = [raw(v) for v in [*model.weights, *(variables() if callable(variables) else variables)]]
+    everything = [v for v in everything if v.dtype.is_floating and v.shape.rank]  # neither steps nor rates
+    columns = model.get_layer("hidden").weights[0].shape[-1]
+    local = [v for v in everything if v.shape[-1] == columns]
+    shared = [v for v in everything if v.shape[-1] != columns]
+    assert len(local) == {"SGD": 4, "Adam": 6, "scaled": 6, "legacy": 6}[name]
+    assert len(shared) == 2 * len(local)
+    for v in everything:
+        v.assign(tf.fill(v.shape, tf.cast(hvd.rank() + 1, v.dtype)))
+    with pytest.raises(RuntimeError, match="first/kernel|dense|first"):
+        agree._check("now")
+    broadcast = eightbit_keras.BroadcastGlobalVariablesCallback()
+    broadcast.set_model(model)
+    broadcast.on_train_batch_end(0)
+    assert all(np.all(v.numpy() == hvd.rank() + 1) for v in local)
+    assert all(np.all(v.numpy() == 1) for v in shared)
+    agree._check("now")
+
+
 def test_checkpoints_for_another_number_of_ranks(pair):
     """From all ranks to an ordinary model, from there to ranks 0 and 1, and back."""
     of_all = make_model(EXACT)
