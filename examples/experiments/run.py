@@ -157,8 +157,9 @@ def train(args: argparse.Namespace, method: str, data: images.Images | None, see
         counted, before = 0, transmitted_bytes()
         for i in range(steps):
             batch = mine[i * args.batch_size : (i + 1) * args.batch_size]
-            batch = tf.constant(net_data.train_images[batch].reshape(-1, *shape)), tf.constant(
-                net_data.train_labels[batch]
+            batch = (
+                tf.constant(net_data.train_images[batch].reshape(-1, *shape)),
+                tf.constant(net_data.train_labels[batch]),
             )
             start = time.perf_counter()
             if args.parallelism == "data" and i % args.measure_every == args.measure_every - 1:
