@@ -19,7 +19,7 @@ from hvd_eightbit.data_types import DataType
 class ErrorFeedback(tf.Module):
     """A Horovod compressor for the gradient of one variable, from `EightBitCompressor.for_variable`.
 
-    Give it to `compression=` of hvd.allreduce, for this variable's gradient only, with op Average or Sum. Its `error` is
+    Give it to `compression=` of hvd.allreduce, for the gradient of this variable only, with Average or Sum. `error` is
     a tf.Variable of this rank, made here and never again, so that a tf.function may be traced as often as it likes; a
     tf.train.Checkpoint that holds this object, written by each rank, restores it. A gradient that is not finite on
     some rank leaves the error as it was on all ranks.

@@ -85,9 +85,11 @@ def table(experiment: dict) -> str:
     def number(value, form: str) -> str:
         return "" if value is None else format(value, form)
 
-    settings = ", ".join(f"{k} {v}" for k, v in experiment["settings"].items() if v is not None)
-    data = pathlib.Path(experiment["data"]).name
-    title = f"{experiment['net']}, {experiment['parallelism']}-parallel, {experiment['ranks']} ranks ({data}; {settings})"
+    settings = {k: v for k, v in experiment["settings"].items() if v is not None}
+    if experiment["net"] != "alexnet":
+        settings.pop("side", None)
+    facts = ", ".join([pathlib.Path(experiment["data"]).name, *(f"{k} {v}" for k, v in settings.items())])
+    title = f"{experiment['net']}, {experiment['parallelism']}-parallel, {experiment['ranks']} ranks ({facts})"
     lines = [f"**{title}**", "", "| method | seeds | test error % | bytes a step | of float32 | error of the mean |"]
     lines[-1] += " codec ms | s a step |"
     lines.append("|---|---|---|---|---|---|---|---|")
@@ -132,7 +134,7 @@ def main() -> None:
     for option in ("json", "markdown", "plot"):
         parser.add_argument(f"--{option}", type=pathlib.Path, metavar="FILE")
     args = parser.parse_args()
-    files = [p for p in sorted(args.folder.glob("*-*-*-*-*.json"))]
+    files = sorted(args.folder.glob("*-*-*-*-*.json"))
     if not files:
         parser.error(f"argument folder: no results of run.py in {str(args.folder)!r}")
     experiments = summarize([json.loads(p.read_text()) for p in files])

@@ -2,8 +2,8 @@
 
     horovodrun -np 2 --gloo python examples/experiments/run.py --out results
     horovodrun -np 2 --gloo python examples/experiments/run.py --out results --parallelism model
-    horovodrun -np 2 --gloo python examples/experiments/run.py --out results --net conv
-    horovodrun -np 2 --gloo python examples/experiments/run.py --out results --net alexnet   # synthetic: speed, bytes
+    horovodrun -np 2 --gloo python examples/experiments/run.py --out results --model conv
+    horovodrun -np 2 --gloo python examples/experiments/run.py --out results --model alexnet   # synthetic: speed, bytes
     python examples/experiments/report.py results
 
 Each run (net, parallelism, ranks, method, seed) is one JSON file in --out; those that are there are not run again, so
@@ -143,7 +143,7 @@ class Step:
 def train(args: argparse.Namespace, method: str, data: images.Images | None, seed: int) -> dict:
     """Trains one net from scratch and returns what was measured."""
     shape, net_data = net_input(args, data, seed)
-    net = Net(args.net, args.parallelism, DATA_TYPES.get(method), shape, args, seed)
+    net = Net(args.model, args.parallelism, DATA_TYPES.get(method), shape, args, seed)
     steps = len(net_data.train_images) // (args.batch_size * hvd.size())
     total = args.epochs * steps
     optimizer = tf.keras.optimizers.RMSprop(tf.keras.optimizers.schedules.CosineDecay(args.lr, total))
@@ -178,7 +178,7 @@ def train(args: argparse.Namespace, method: str, data: images.Images | None, see
         if counted:
             sent.append((transmitted_bytes() - before) / (hvd.local_size() * counted))
     return {
-        "test_error": test_error(net.model, net_data, shape) if args.net != "alexnet" else None,
+        "test_error": test_error(net.model, net_data, shape) if args.model != "alexnet" else None,
         "train_loss": float(np.mean(losses[-20:])),
         "bytes": float(np.nanmin(sent)),  # other programs' traffic is counted too
         "seconds": float(np.median(seconds[WARM_UP:] or seconds)),
@@ -191,7 +191,7 @@ def train(args: argparse.Namespace, method: str, data: images.Images | None, see
 
 def net_input(args, data: images.Images | None, seed: int):
     """The shape of a sample, and images."""
-    if args.net == "alexnet":  # synthetic: noise, for speed and bytes only
+    if args.model == "alexnet":  # synthetic: noise, for speed and bytes only
         rng, size = np.random.default_rng(seed), args.steps * args.batch_size * hvd.size()
         pixels = rng.random((size, args.side * args.side * 3), np.float32)
         labels = rng.integers(0, 1000, size)
@@ -199,12 +199,12 @@ def net_input(args, data: images.Images | None, seed: int):
     width = data.train_images.shape[1]
     channels = 3 if width == 3072 else 1
     side = math.isqrt(width // channels)
-    return ((width,) if args.net == "dense" else (side, side, channels)), data
+    return ((width,) if args.model == "dense" else (side, side, channels)), data
 
 
 def load(args) -> images.Images | None:
     """The images: CIFAR-10 where --data names its folder (the Python version), else those of images.py."""
-    if args.net == "alexnet":
+    if args.model == "alexnet":
         return None
     folder = pathlib.Path(args.data or "")
     if not args.data or not (folder / "test_batch").exists():
@@ -273,7 +273,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("--out", type=pathlib.Path, required=True, help="folder of the results, made if it is not there")
-    option("--net", choices=("dense", "conv", "alexnet"), default="dense", help="%(default)s by default")
+    option("--model", choices=("dense", "conv", "alexnet"), default="dense", help="%(default)s by default")
     option("--parallelism", choices=("data", "model"), default="data", help="%(default)s by default")
     option("--methods", nargs="+", choices=METHODS, metavar="NAME", help=f"of {', '.join(METHODS)}; all by default")
     option("--data", help="a folder: IDX files, or CIFAR-10's Python version; by default what this machine has")
@@ -294,7 +294,7 @@ def parse_arguments() -> argparse.Namespace:
     unsuitable = [m for m in args.methods if args.parallelism == "model" and m not in DATA_TYPES]
     if unsuitable:
         parser.error(f"argument --methods: {unsuitable[0]} does not code activations: use {', '.join(DATA_TYPES)}")
-    if args.net == "alexnet":
+    if args.model == "alexnet":
         args.epochs = 1
     return args
 
@@ -308,7 +308,7 @@ def main() -> None:
     todo = [(seed, method) for seed in range(args.seeds) for method in args.methods]
     settings = {k: getattr(args, k) for k in ("epochs", "batch_size", "hidden", "lr", "train_images", "side")}
     for number, (seed, method) in enumerate(todo):
-        path = args.out / f"{args.net}-{args.parallelism}-{hvd.size()}-{method}-{seed}.json"
+        path = args.out / f"{args.model}-{args.parallelism}-{hvd.size()}-{method}-{seed}.json"
         done = hvd.broadcast_object(path.exists(), root_rank=0)  # one rank looks, so that all do the same
         if hvd.rank() == 0:
             print(f"[{number + 1}/{len(todo)}] {path.name}{': done before' if done else ''}", flush=True)
@@ -317,7 +317,7 @@ def main() -> None:
         start = time.monotonic()
         found = train(args, method, data, seed)
         if hvd.rank() == 0:
-            what = {"net": args.net, "parallelism": args.parallelism, "ranks": hvd.size(), "method": method}
+            what = {"net": args.model, "parallelism": args.parallelism, "ranks": hvd.size(), "method": method}
             facts = {**what, "seed": seed, "data": data.name if data else "noise", "settings": settings, **found}
             part = path.with_suffix(".part")
             part.write_text(json.dumps(facts, indent=1) + "\n")
