@@ -20,6 +20,7 @@ import tensorflow as tf
 from hvd_eightbit import collectives, ops, wire
 from hvd_eightbit.data_types import DataType
 from hvd_eightbit.data_types import get as get_data_type
+from hvd_eightbit.feedback import ErrorFeedback
 
 DEFAULT_MIN_ELEMENTS = 16384
 
@@ -44,11 +45,15 @@ class _Group:
         self._tensors.append(tensor)
         return len(self._tensors) - 1
 
+    def close(self) -> None:
+        """Nothing is added any more; the tensors are taken out."""
+        self._outputs, self._tensors = [], []
+
     def output(self, index: int, scale: tf.Tensor) -> tf.Tensor:
         if self._outputs is None:
             c = self._compressor
             name = collectives.unique_name(self._tensors, "exchange")
-            self._outputs = collectives.scaled_mean(self._tensors, scale, c.data_type, c.block_size, c._ranks, name)
+            self._outputs = collectives.scaled_mean(self._tensors, scale, c.data_type, c.block_size, c.ranks, name)
             self._tensors = []
         return self._outputs[index]
 
@@ -101,6 +106,9 @@ class EightBitCompressor:
         exclude: regular expressions; a tensor whose name one of them matches (re.search) is reduced by Horovod uncoded.
             Names are those in the graph, as `tensor.name` gives them; eager tensors have none.
         process_set: the hvd.ProcessSet that the collective runs in, if it is not the global one.
+        error_feedback: add to each gradient what the codes lost of the one before (see `feedback`). That is state for
+            each variable, and Horovod does not tell a compressor which variable a gradient is of: to be used with
+            hvd_eightbit.keras.DistributedOptimizer, in training loops of your own too, or by `for_variable`.
 
     Raises:
         TypeError, ValueError: for an argument that will not do.
@@ -115,6 +123,7 @@ class EightBitCompressor:
     min_elements: int = DEFAULT_MIN_ELEMENTS
     exclude: tuple[str, ...] = ()
     process_set: hvd.ProcessSet | None = None
+    error_feedback: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "data_type", get_data_type(self.data_type))
@@ -136,8 +145,19 @@ class EightBitCompressor:
         if self.process_set is not None and not isinstance(self.process_set, hvd.ProcessSet):
             raise TypeError(f"process_set={self.process_set!r}: expected a hvd.ProcessSet, or None for all ranks")
 
+        if not isinstance(self.error_feedback, bool):
+            raise TypeError(f"error_feedback={self.error_feedback!r}: expected True or False")
+
+    def for_variable(self, shape: tf.TensorShape, dtype: tf.DType | str = tf.float32) -> Any:
+        """With error_feedback, a compressor for the gradient of one variable of this shape and dtype; else this one."""
+        if not self.error_feedback:
+            return self
+        if isinstance(collectives.world(self.ranks).ranks, tf.Tensor):
+            raise ValueError("error_feedback=True in an elastic job: the error belongs to a fixed number of ranks")
+        return ErrorFeedback(dataclasses.replace(self, error_feedback=False), tf.TensorShape(shape), tf.as_dtype(dtype))
+
     @property
-    def _ranks(self) -> hvd.ProcessSet:
+    def ranks(self) -> hvd.ProcessSet:
         return hvd.global_process_set if self.process_set is None else self.process_set
 
     def _passes_by(self, tensor: tf.Tensor) -> bool:
@@ -151,8 +171,14 @@ class EightBitCompressor:
 
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
         """Called by Horovod: (what it is to allreduce, what decompress needs)."""
+        if self.error_feedback:
+            raise RuntimeError(
+                "error_feedback=True: Horovod does not tell a compressor which variable a gradient is of, and each has "
+                "an error of its own. Use hvd_eightbit.keras.DistributedOptimizer (Keras 3), also in a training loop "
+                "of your own, or hvd.allreduce with compression=compressor.for_variable(shape), one for each variable"
+            )
         tensor = tf.convert_to_tensor(tensor)
-        world = collectives.world(self._ranks)
+        world = collectives.world(self.ranks)
         if tensor.dtype not in ops.DTYPES or (isinstance(world.ranks, int) and world.ranks == 1):
             return tensor, None
         # Horovod groups tensors of one dtype: probes and what passes by have the same.
@@ -174,13 +200,20 @@ class EightBitCompressor:
             return tensor
         if isinstance(ctx, tf.DType):
             return tf.cast(tensor, ctx)
-        if tensor.shape.rank is not None and not tensor.shape.is_compatible_with(ops.PROBE_SHAPE):
+        return ctx.group.output(ctx.index, self.agreed_scale(tensor, ctx))
+
+    def agreed_scale(self, reduced: tf.Tensor, ctx: _Context) -> tf.Tensor:
+        """What the reduction of a probe amounts to, by which the mean is to be multiplied: a float32 scalar.
+
+        Raises:
+            ValueError: for a reducescatter.
+        """
+        if reduced.shape.rank is not None and not reduced.shape.is_compatible_with(ops.PROBE_SHAPE):
             raise ValueError(
                 f"8-bit compression of {ctx.what}: only an allreduce can be compressed; hvd.reducescatter and "
                 "hvd.grouped_reducescatter cannot"
             )
-        scale = ops.agreed_scale(tensor, ctx.world.ranks, ctx.fingerprint, ctx.what)
-        return ctx.group.output(ctx.index, scale)
+        return ops.agreed_scale(reduced, ctx.world.ranks, ctx.fingerprint, ctx.what)
 
 
 class Compression:

@@ -30,3 +30,8 @@ def test_allreduce(backend, ranks):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_training_with_keras_2(ranks):
     run("test_training.py", "gloo", ranks, keras_2())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_error_feedback(ranks):
+    run("test_feedback.py", "gloo", ranks)

@@ -21,7 +21,7 @@ from hvd_eightbit.keras.local import (
     local_layers,
     scatter_weights,
 )
-from hvd_eightbit.keras.optimizers import DistributedOptimizer
+from hvd_eightbit.keras.optimizers import DistributedOptimizer, error_feedback_state
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",
@@ -36,6 +36,7 @@ __all__ = [
     "PartialDistributedGradientTape",
     "PartialDistributedOptimizer",
     "RankAgreement",
+    "error_feedback_state",
     "gather_weights",
     "local_layers",
     "scatter_weights",

@@ -85,6 +85,8 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         name=name or f"Distributed{type(optimizer).__name__}",
     )
+    if options.error_feedback:
+        _check_error_feedback(optimizer, options)
     if not is_keras_3(optimizer):
         return _horovods_own(optimizer, options, name)
 
@@ -99,6 +101,26 @@ def DistributedOptimizer(
     optimizer.__class__ = _distributed_class(type(optimizer), options.passes > 1)
     optimizer._horovod = _Reducer(options)
     return optimizer
+
+
+def error_feedback_state(optimizer: Any, variables: Sequence[Any]) -> tf.train.Checkpoint:
+    """The errors that a distributed optimizer keeps with error_feedback=True, to be saved and restored.
+
+    They differ from rank to rank, and are not among `optimizer.variables`: neither broadcast nor in saved models. Each
+    rank writes its own, `state.write(f"errors-{hvd.rank()}")`, and reads it, `state.read(f"errors-{hvd.rank()}")`,
+    before or after the first step. Without them training goes on from errors of zero: one step's rounding is lost.
+
+    Args:
+        optimizer: from DistributedOptimizer.
+        variables: those that are trained, in the same order each time, as `model.trainable_variables`.
+
+    Raises:
+        ValueError: if the optimizer does not keep errors.
+    """
+    reducer = getattr(optimizer, "_horovod", None)
+    if reducer is None or not reducer.options.error_feedback:
+        raise ValueError(f"optimizer={optimizer!r} keeps no errors: it is not distributed with error_feedback=True")
+    return tf.train.Checkpoint(errors=[reducer._compressor_of(None, variable) for variable in variables])
 
 
 def is_keras_3(optimizer: Any) -> bool:
@@ -162,6 +184,7 @@ class _Options:
                 "hvd.add_process_set(...)"
             )
         self.compression = hvd.Compression.none if compression is None else compression
+        self.error_feedback = bool(getattr(compression, "error_feedback", False))
         self.op = op
         self.num_groups = num_groups or None
         self.passes = passes
@@ -183,6 +206,25 @@ def _check_optimizer(optimizer: Any) -> None:
         raise ValueError(
             f"optimizer={optimizer!r} is already distributed: its gradients would be reduced twice. Give the plain "
             "optimizer, once"
+        )
+
+
+def _check_error_feedback(optimizer: Any, options: _Options) -> None:
+    if not is_keras_3(optimizer):
+        raise ValueError(
+            "compression with error_feedback=True needs Keras 3: under Keras 2 gradients are reduced by Horovod, which "
+            "does not tell a compressor which variable they are of"
+        )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "compression with error_feedback=True around a LossScaleOptimizer: the errors would be of gradients at "
+            "another scale. Give LossScaleOptimizer the distributed optimizer instead, as in "
+            "LossScaleOptimizer(DistributedOptimizer(optimizer, ...))"
+        )
+    if options.num_groups is not None:
+        raise ValueError(
+            f"num_groups={options.num_groups} with error_feedback=True: each gradient has an error and an exchange of "
+            "its own; leave num_groups out"
         )
 
 
@@ -229,6 +271,7 @@ class _Reducer:
         self.options = options
         self._sums: dict[Any, tf.Variable] = {}
         self._passes_done: tf.Variable | None = None
+        self._with_error: dict[Any, Any] = {}  # the compressor of each variable, where one keeps an error
         # Horovod matches collectives by name, and overlaps them, only in a graph.
         self._reduce_in_graph = tf.function(self._reduce, reduce_retracing=True, autograph=False)
 
@@ -238,7 +281,9 @@ class _Reducer:
         result = list(grads)
         if present and self._ranks_exchange():
             reduce = self._reduce_in_graph if tf.executing_eagerly() else self._reduce
-            reduced = reduce([grads[i] for i in present], tuple(self._name(i, variables[i]) for i in present))
+            names = tuple(self._name(i, variables[i]) for i in present)
+            compressors = tuple(self._compressor_of(grads[i], variables[i]) for i in present)
+            reduced = reduce([grads[i] for i in present], names, compressors)
             for i, grad in zip(present, reduced):
                 result[i] = grad
         return result
@@ -282,6 +327,18 @@ class _Reducer:
             total.assign(tf.zeros_like(value))
         return taken
 
+    def _compressor_of(self, grad: Gradient | None, variable: Any) -> Any:
+        """The compressor for a variable's gradient, the same one each time that the step is traced."""
+        sparse = isinstance(grad, tf.IndexedSlices) and not self.options.sparse_as_dense
+        if not self.options.error_feedback or sparse:
+            return self.options.compression
+        key = _key(variable)
+        if key not in self._with_error:
+            with tf.init_scope():
+                dtype = tf.as_dtype(variable.dtype)
+                self._with_error[key] = self.options.compression.for_variable(variable.shape, dtype)
+        return self._with_error[key]
+
     def _name(self, position: int, variable: Any) -> str:
         """Of a gradient in the graph. Horovod matches collectives by name, and so does this module.
 
@@ -304,7 +361,7 @@ class _Reducer:
             )
         return True
 
-    def _reduce(self, grads: Sequence[Gradient], names: Sequence[str]) -> list[Gradient]:
+    def _reduce(self, grads: Sequence[Gradient], names: Sequence[str], compressors: Sequence[Any]) -> list[Gradient]:
         options = self.options
         reduced: list[Any] = list(grads)
         dense = []
@@ -318,13 +375,13 @@ class _Reducer:
                 # Compressors go by the names of the tensors that they get.
                 tensors = [tf.identity(_widened(grads[i]), name=names[i]) for i in group]
                 name = f"allreduce_{number}"
-                for i, tensor in zip(group, self._reduce_group(tensors, name)):
+                for i, tensor in zip(group, self._reduce_group(tensors, name, compressors[group[0]])):
                     reduced[i] = tf.cast(tensor, grads[i].dtype)
         return reduced
 
-    def _reduce_group(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+    def _reduce_group(self, tensors: Sequence[tf.Tensor], name: str, compression: Any) -> list[tf.Tensor]:
         settings = {
-            "compression": self.options.compression,
+            "compression": compression,
             "op": self.options.op,
             "prescale_factor": 1.0 / self.options.predivide,
             "postscale_factor": self.options.predivide,
