@@ -33,8 +33,8 @@ def test_all_methods_in_small(tmp_path):
     pytest.importorskip("sklearn")
     run(tmp_path, "--hidden", "256")
     run(tmp_path, "--hidden", "256", "--parallelism", "model", "--methods", "float32", "linear")
-    run(tmp_path, "--model", "conv", "--methods", "float32", "one_bit")
-    again = run(tmp_path, "--model", "conv", "--methods", "float32", "one_bit")
+    run(tmp_path, "--hidden", "512", "--model", "conv", "--methods", "float32", "one_bit")
+    again = run(tmp_path, "--hidden", "512", "--model", "conv", "--methods", "float32", "one_bit")
     assert again.count("done before") == 2
 
     summary = tmp_path / "summary.json"
