@@ -118,6 +118,11 @@ def _ours(data_type: str, block_size: int | None = BLOCK) -> Callable:
     return lambda shape, seed: compressor
 
 
+def _with_feedback(shape: tf.TensorShape, seed: int):
+    compressor = eightbit.EightBitCompressor("dynamic_tree", min_elements=MIN_ELEMENTS, error_feedback=True)
+    return compressor.for_variable(shape)
+
+
 # Name -> what makes the compressor for a variable, given its shape and a seed.
 METHODS: dict[str, Callable] = {
     "float32": lambda shape, seed: hvd.Compression.none,
@@ -128,6 +133,7 @@ METHODS: dict[str, Callable] = {
     "static_tree": _ours("static_tree"),
     "dynamic_tree_256": _ours("dynamic_tree", 256),
     "dynamic_tree_whole": _ours("dynamic_tree", None),
+    "dynamic_tree_feedback": _with_feedback,
     "stochastic": Stochastic,
     "one_bit": OneBit,
 }
