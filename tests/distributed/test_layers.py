@@ -393,7 +393,7 @@ def test_training_with_callbacks_leaves_local_weights_alone(name):
     """Neither the columns of this rank nor the optimizer's momentums for them are sent or compared; the others are."""
     if name == "legacy" and KERAS_3:
         pytest.skip("Keras 2 only")
-    model = make_model(EXACT)
+    model = make_model(EXACT, units=5 * hvd.size())  # 5 columns on each rank, which no other layer has
     make = {"SGD": optimizer, "legacy": lambda: keras.optimizers.legacy.Adam()}.get(name, keras.optimizers.Adam)
     chosen, scaled = make(), keras.mixed_precision.LossScaleOptimizer
     if name == "scaled" and KERAS_3:
