@@ -1,5 +1,5 @@
 # Not yet built to its end: no image of it has been tested.
-# Two images of one file (docs/docker.md has the commands):
+# Two images of one file:
 #   CPU   docker build -t hvd-eightbit .
 #   GPU   docker build -t hvd-eightbit:gpu --build-arg BASE=nvcr.io/nvidia/tensorflow:25.02-tf2-py3 .
 # A base that brings Horovod brings its TensorFlow too: then only this package is built, with CUDA where nvcc is.
